@@ -1,0 +1,119 @@
+"""The five operations a decoder layer is made of, and what they are given.
+
+A layer is ``norm_linear -> attention -> linear_add -> norm_mlp -> linear_add``. Every implementation (torch
+reference, Triton fused, Triton unfused) offers these five plus ``embed`` and ``norm_logits``, so the model is written
+once and each ``fused_*`` switch only chooses an implementation. The seam is cut so that RMSNorm can be fused
+with its *consumer*: the residual stream is a :class:`Stream`, whose producer may already have written
+``h * g`` and partial sums of squares for the next norm, and whose consumer then only scales rows by
+``rsqrt(mean(h^2) + eps)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass
+class Stream:
+    """The residual stream: ``h`` [M, hidden]. ``scaled`` = h * g of the next norm and ``sumsq`` [M, tiles] fp32 are
+    there when a fused producer wrote them; both are None otherwise and the consumer norms ``h`` itself."""
+
+    h: torch.Tensor
+    scaled: torch.Tensor | None = None
+    sumsq: torch.Tensor | None = None
+
+
+@dataclass
+class LayerKV:
+    """One layer's pages: k and v [num_pages, page_size, kv_heads, head_dim] in the KV dtype. Page 0 is the null page.
+    ``k_scale``, ``v_scale`` [num_pages, page_size, kv_heads] fp32 exist for int8 and int4 KV."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+@dataclass
+class AttentionMeta:
+    """Where each of M packed tokens sits. R requests; all int32 on the device except ``slots`` (int64).
+
+    cu_q [R+1]: prefix sums of new tokens per request. kv_len [R]: context including the new tokens.
+    block_table [R, P]: padded with the null page. positions [M]. slots [M]: page * page_size + offset of each new
+    token. max_q, max_kv: host ints. decode_only: every request has one new token. cu_q_host, kv_len_host:
+    host copies (lists) for code that must not sync."""
+
+    cu_q: torch.Tensor
+    kv_len: torch.Tensor
+    block_table: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    page_size: int
+    max_q: int
+    max_kv: int
+    decode_only: bool
+    cu_q_host: list[int]
+    kv_len_host: list[int]
+    extra: dict[str, Any] | None = None
+    """An implementation's own per-batch preparation, made once per step."""
+
+
+@dataclass
+class AttentionShape:
+    """num_heads query heads, num_kv_heads, head_dim; q_norm/k_norm weights [head_dim] or None; rope tables
+    cos, sin [max_position, head_dim / 2] fp32 (rotate-half convention)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+class Ops(Protocol):
+    """Weights are [out, in] as in checkpoints; M is the number of packed tokens."""
+
+    def embed(self, ids: torch.Tensor, table: torch.Tensor, next_norm: torch.Tensor, eps: float) -> Stream: ...
+
+    def norm_linear(
+        self, x: Stream, norm: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """rms_norm(h, norm) @ weight.T + bias -> [M, out]."""
+        ...
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        kv: LayerKV,
+        meta: AttentionMeta,
+        shape: AttentionShape,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Optional QK-norm, RoPE, KV write at ``meta.slots``, then causal paged attention.
+
+        qkv [M, (num_heads + 2 num_kv_heads) * head_dim] -> [M, num_heads * head_dim]."""
+        ...
+
+    def linear_add(self, x: torch.Tensor, weight: torch.Tensor, residual: Stream, next_norm: torch.Tensor) -> Stream:
+        """residual.h + x @ weight.T; a fused implementation also writes ``scaled`` and ``sumsq`` for next_norm."""
+        ...
+
+    def norm_mlp(self, x: Stream, norm: torch.Tensor, eps: float, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(n @ gate.T) * (n @ up.T), n = rms_norm(h, norm); gate_up [2I, hidden] = [gate; up] -> [M, I]."""
+        ...
+
+    def norm_logits(
+        self, x: Stream, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, head: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of the given rows (int64 [S], None: all) -> [S, vocab] fp32."""
+        ...
+
+    def choices(self) -> dict[str, str]:
+        """op -> implementation in force and the reason, for the log and ``/v1/engine``."""
+        ...

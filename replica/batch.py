@@ -1,0 +1,100 @@
+"""The seam between the engine's loop and the runner that owns the device.
+
+The loop schedules rows; the runner turns them into one forward pass and samples. ``launch`` must not wait for the
+device: the loop launches step k+1 while step k still runs, so a row's newest input token may exist only on the
+device. Such a token is written ``FROM_DEVICE``: the runner takes the id it sampled last for that slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from router.wire import Logprob, Sampling
+
+FROM_DEVICE = -1
+"""In ``Row.token_ids``: the id sampled last for this slot, still on the device."""
+
+NULL_PAGE = 0
+"""Never allocated; padded rows write and read there."""
+
+
+@dataclass
+class Row:
+    """One request's share of a step: compute KV of positions [start, start + len(token_ids))."""
+
+    slot: int
+    """Persistent device row in [0, max_batch_size)."""
+    start: int
+    token_ids: np.ndarray
+    """int32 [count]; FROM_DEVICE where the id is not on the host yet."""
+    pages: np.ndarray
+    """int32 block table covering start + count tokens."""
+    num_samples: int
+    """0: a prefill chunk that ends before the last token. 1: sample after the last position.
+    1 + k: sample after each of the last 1 + k positions (speculative verification)."""
+    sampling: Sampling
+    new: bool = False
+    """First row of this request in this slot: per-slot sampler state must be reset."""
+    history: np.ndarray | None = None
+    """int32 prompt + emitted ids known on the host; given with ``new`` for penalties and bad words."""
+    num_prompt: int = 0
+    position_base: int = 0
+    """Absolute position of the first sampled token = start + len(token_ids) - num_samples + 1."""
+    mask: Any = None
+    """Packed int32 grammar bitmask [num_samples, ceil(vocab / 32)] or None; see replica.grammar."""
+
+
+@dataclass
+class Batch:
+    step: int
+    rows: list[Row]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass
+class StepResult:
+    """Per row of the batch, in order: sampled ids (len num_samples), their logprobs where asked, or a fault."""
+
+    ids: list[list[int]]
+    logprobs: list[list[Logprob] | None] = field(default_factory=list)
+    prompt_logprobs: list[list[Logprob | None] | None] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    """Row index -> why this row alone failed (non-finite logits, ...)."""
+    device_ms: float = 0.0
+
+
+class Step(Protocol):
+    def wait(self, timeout: float) -> bool:
+        """True once the result is there; gives up after ``timeout`` seconds."""
+        ...
+
+    def result(self) -> StepResult:
+        """Blocks. Raises what the forward pass raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Owns weights, KV memory and the sampler of one device (or one tensor-parallel group)."""
+
+    vocab_size: int
+    max_model_len: int
+    num_pages: int
+    """Including the null page."""
+
+    def launch(self, batch: Batch) -> Step: ...
+
+    def release(self, slot: int) -> None:
+        """The request in ``slot`` is over; its sampler state may go once the launched steps are done."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """For ``/v1/engine``: device, dtype, kernels in force and why, graph sizes, memory."""
+        ...
+
+    def close(self) -> None: ...
