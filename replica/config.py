@@ -1,12 +1,32 @@
-"""Engine options, under the names of the design's table. Unknown keys are refused."""
+"""Engine options, under the names of the design's table, and how every "auto" among them is decided.
+
+Unknown keys are refused. :func:`resolve` makes the frozen :class:`ResolvedConfig` that the engine runs with; it
+keeps one sentence per decision, which the log and ``/v1/engine`` show.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Switch = Literal["auto", "true", "false"]
+log = logging.getLogger(__name__)
+
+
+def _spell_switch(value: Any) -> Any:
+    """A YAML or Python boolean means the same as its word."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _spell_number(value: Any) -> Any:
+    """Command lines hand over text, which a Literal of numbers would not accept."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+Count = Annotated[int, Field(ge=1)] | Literal["auto"]
+Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_spell_switch)]
 
 
 class EngineConfig(BaseModel):
@@ -17,16 +37,16 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | Literal["auto"] = "auto"
+    threads: Count = "auto"
     """Torch threads on a CPU; auto: 1 when replicas share the cores, all cores when alone."""
-    max_model_len: int | Literal["auto"] = "auto"
+    max_model_len: Count = "auto"
     """Longest prompt + output, tokens; auto: the checkpoint's, cut to what the page pool can hold."""
 
     kv_cache_paging: bool = True
     """false: reserve max_model_len contiguous pages per request (the baseline that paging replaces)."""
-    page_size: Literal[16, 32, 64] = 16
+    page_size: Annotated[Literal[16, 32, 64], BeforeValidator(_spell_number)] = 16
     """Tokens per page."""
-    max_num_pages: int | Literal["auto"] = "auto"
+    max_num_pages: Count = "auto"
     """Pages in the pool; auto: from memory (GPU: gpu_memory_utilization; CPU: cpu_kv_gb)."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     cpu_kv_gb: float = Field(1.0, gt=0)
@@ -34,16 +54,16 @@ class EngineConfig(BaseModel):
 
     scheduler: Literal["continuous", "static"] = "continuous"
     """static: a batch runs to its end before the next starts (the baseline)."""
-    max_batch_size: int | Literal["auto"] = "auto"
+    max_batch_size: Count = "auto"
     """Requests in one step; auto: 256 on a GPU, 16 on a CPU."""
     max_prefill_batch: int = Field(8, ge=1)
     """Requests that may be prefilling in one step."""
     prefill_priority: Literal["low", "high"] = "low"
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
-    chunk_size: int | Literal["auto"] = "auto"
-    """Token budget of a step; auto: 512-2048 on a GPU, 256 on a CPU."""
-    long_prefill_tokens: int | Literal["auto"] = "auto"
+    chunk_size: Count = "auto"
+    """Token budget of a step, at least max_batch_size; auto: 512-2048 on a GPU, 256 on a CPU."""
+    long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
     ageing_s: float = Field(5.0, gt=0)
     """A waiting request gains one priority level per so many seconds, so that long prompts finish too."""
@@ -52,8 +72,11 @@ class EngineConfig(BaseModel):
     async_scheduling: bool = True
     """Launch step k+1 before step k's tokens are read back."""
 
+    watermark: float = Field(0.01, ge=0, lt=1)
+    """Share of the pages that admission leaves free for the growth of requests already running."""
+
     prefix_caching: bool = True
-    prefix_cache_max_pages: int | Literal["auto"] = "auto"
+    prefix_cache_max_pages: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Capacity of cached, unreferenced pages; auto: the whole pool."""
 
     fused_rmsnorm: Switch = "auto"
@@ -64,3 +87,176 @@ class EngineConfig(BaseModel):
     """Accumulation inside fused kernels."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checkpoint says about itself."""
+
+    max_position: int
+    """Longest context it was trained for, tokens."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    weight_bytes: int = 0
+    """In the dtype that will be served."""
+
+    def kv_bytes_per_token(self, itemsize: float) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the engine runs on."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    cores: int = 1
+    alone: bool = True
+    """No other replica shares these cores."""
+    memory_bytes: int = 0
+    """Of the GPU."""
+    kv_bytes: int | None = None
+    """Memory for KV, where the runner measured it after loading; None: estimated."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Engine options in force; fields mean what they mean in EngineConfig. ``reasons`` says how each auto came out."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    device: Literal["cpu", "cuda"]
+    threads: int
+    max_model_len: int
+    kv_cache_paging: bool
+    page_size: int
+    num_pages: int
+    """Pages the runner allocates, the null page included: max_num_pages after resolution."""
+    scheduler: Literal["continuous", "static"]
+    max_batch_size: int
+    max_prefill_batch: int
+    prefill_priority: Literal["low", "high"]
+    chunked_prefill: bool
+    chunk_size: int
+    long_prefill_tokens: int
+    ageing_s: float
+    max_waiting: int
+    async_scheduling: bool
+    watermark: float
+    prefix_caching: bool
+    prefix_cache_max_pages: int
+    fused_rmsnorm: str
+    fused_qkv: str
+    fused_silu: str
+    fused_attention: str
+    fused_precision: str
+    log_level: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens occupy."""
+        return -(-num_tokens // self.page_size)
+
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PASSED_ON = (
+    "kv_cache_paging", "page_size", "scheduler", "max_prefill_batch", "prefill_priority", "chunked_prefill",
+    "ageing_s", "max_waiting", "async_scheduling", "watermark", "fused_rmsnorm", "fused_qkv", "fused_silu",
+    "fused_attention", "fused_precision", "log_level",
+)  # fmt: skip
+
+
+def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None = None) -> ResolvedConfig:
+    """Decides every "auto" and logs why. Raises ValueError, naming field, value and limit, for what can't hold."""
+    device = device or DeviceFacts()
+    if config.device not in ("auto", device.kind):
+        raise ValueError(f"device: {config.device!r} was asked for; this process has {device.kind!r}")
+    out: dict[str, Any] = {name: getattr(config, name) for name in _PASSED_ON}
+    out["device"] = device.kind
+    why: dict[str, str] = {}
+    cuda = device.kind == "cuda"
+
+    def pick(name: str, value: Any, reason: str) -> None:
+        asked = getattr(config, name, "auto")
+        out[name] = value if asked == "auto" else asked
+        if asked == "auto":
+            why[name] = f"{value}: {reason}"
+
+    pick("dtype", "bfloat16" if cuda else "float32", f"the default on {device.kind}")
+    pick("threads", device.cores if device.alone else 1, "all cores" if device.alone else "replicas share the cores")
+    _resolve_memory(config, model, device, out, why)
+    _resolve_budget(config, model, cuda, out, why, pick)
+    _resolve_prefix_cache(config, out, why, pick)
+    for name, reason in why.items():
+        log.info("%s = %s", name, reason)
+    return ResolvedConfig(**out, reasons=why)
+
+
+def _resolve_memory(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], why: dict[str, str]
+) -> None:
+    page_bytes = model.kv_bytes_per_token(_ITEMSIZE[out["dtype"]]) * config.page_size
+    if config.max_num_pages != "auto":
+        pages = config.max_num_pages
+    elif device.kv_bytes is not None:
+        pages = int(device.kv_bytes / page_bytes)
+        why["max_num_pages"] = f"{pages}: {device.kv_bytes / 2**30:.2f} GiB measured free after loading"
+    elif device.kind == "cuda":
+        budget = device.memory_bytes * config.gpu_memory_utilization - model.weight_bytes - 2**30
+        pages = int(budget / page_bytes)
+        why["max_num_pages"] = f"{pages}: gpu_memory_utilization less weights and 1 GiB for activations"
+    else:
+        pages = int(config.cpu_kv_gb * 2**30 / page_bytes)
+        why["max_num_pages"] = f"{pages}: cpu_kv_gb {config.cpu_kv_gb} at {page_bytes / 2**10:.0f} KiB a page"
+    if pages < 2:
+        raise ValueError(f"max_num_pages: {pages} is too few; at least 2 are needed (page 0 is the null page)")
+    out["num_pages"] = pages
+    room = (pages - 1) * config.page_size
+    if config.max_model_len == "auto":
+        out["max_model_len"] = min(model.max_position, room)
+        why["max_model_len"] = f"{out['max_model_len']}: " + (
+            "the checkpoint's" if model.max_position <= room else f"what {pages - 1} pages hold"
+        )
+        return
+    out["max_model_len"] = config.max_model_len
+    for limit, what in ((model.max_position, "the checkpoint's context"), (room, f"what {pages - 1} pages hold")):
+        if config.max_model_len > limit:
+            raise ValueError(f"max_model_len: {config.max_model_len} exceeds {limit}, {what}")
+
+
+def _resolve_budget(
+    config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], why: dict[str, str], pick: Any
+) -> None:
+    batch = 256 if cuda else 16
+    if config.chunk_size != "auto" and config.chunked_prefill:
+        batch = min(batch, config.chunk_size)
+    if not config.kv_cache_paging:
+        regions = (out["num_pages"] - 1) // -(-out["max_model_len"] // config.page_size)
+        batch = min(batch, regions)
+    pick("max_batch_size", batch, f"the default on {out['device']}, within chunk_size and the pool")
+    if config.chunked_prefill:
+        chunk = 256
+        if cuda:
+            chunk = 2048 if model.weight_bytes < 6e9 else 1024 if model.weight_bytes < 2e10 else 512
+        pick("chunk_size", max(chunk, out["max_batch_size"]), "by device and model size, at least max_batch_size")
+    else:
+        if config.chunk_size != "auto":
+            why["chunk_size"] = f"{out['max_model_len']}: chunked_prefill is off, so a prompt is never cut"
+        out["chunk_size"] = max(out["max_model_len"], out["max_batch_size"])
+    if out["chunk_size"] < out["max_batch_size"]:
+        raise ValueError(
+            f"chunk_size: {out['chunk_size']} is below max_batch_size {out['max_batch_size']}; "
+            "every running request needs one token a step"
+        )
+    half = max(1, out["chunk_size"] // 2)
+    pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], "half the chunk")
+
+
+def _resolve_prefix_cache(config: EngineConfig, out: dict[str, Any], why: dict[str, str], pick: Any) -> None:
+    out["prefix_caching"] = config.prefix_caching
+    if config.prefix_caching and not config.kv_cache_paging:
+        if "prefix_caching" in config.model_fields_set:
+            raise ValueError("prefix_caching: true needs kv_cache_paging; contiguous reservations share no pages")
+        out["prefix_caching"] = False
+        why["prefix_caching"] = "false: kv_cache_paging is off and contiguous reservations share no pages"
+    pick("prefix_cache_max_pages", out["num_pages"] - 1, "the whole pool")
+    out["prefix_cache_max_pages"] = min(out["prefix_cache_max_pages"], out["num_pages"] - 1)
