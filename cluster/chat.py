@@ -1,0 +1,82 @@
+"""``everwarm chat``: a terminal conversation through the public API, streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+
+def converse(url: str, system: str | None, temperature: float, max_tokens: int, console: Console) -> int:
+    """Reads turns from stdin until an empty line. Returns the exit status: 1 when the cluster can't be reached."""
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    with httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)) as client:
+        try:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        except httpx.HTTPError as error:
+            console.print(f"[red]No cluster answers at {url}[/]: {error}")
+            return 1
+        console.print(f"[dim]{model}; an empty line ends[/]")
+        while True:
+            try:
+                text = console.input("[bold]> [/]")
+            except (EOFError, KeyboardInterrupt):
+                return 0
+            if not text.strip():
+                return 0
+            messages.append({"role": "user", "content": text})
+            body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+            try:
+                answer = _answer(client, body, console)
+            except (httpx.HTTPError, StreamError) as error:
+                messages.pop()
+                console.print(f"[red]{error}[/]")
+                continue
+            messages.append({"role": "assistant", "content": answer})
+
+
+class StreamError(Exception):
+    """The server ended a stream with an error, or refused the request."""
+
+
+def _answer(client: httpx.Client, body: dict[str, Any], console: Console) -> str:
+    parts = []
+    usage: dict[str, Any] = {}
+    for event in stream(client, body):
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", ()):
+            piece = choice["delta"].get("content") or ""
+            parts.append(piece)
+            console.print(piece, end="", markup=False, highlight=False)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    total = usage.get("prompt_tokens", 0)
+    console.print(
+        f"\n[dim]{usage.get('completion_tokens', 0)} tokens; {cached} of {total} prompt tokens were cached[/]"
+    )
+    return "".join(parts)
+
+
+def stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events of a streamed chat completion. Raises StreamError with the server's message."""
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/chat/completions", json=request) as response:
+        if response.status_code != 200:
+            response.read()
+            raise StreamError(_message(response))
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                raise StreamError(event["error"]["message"])
+            yield event
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return f"{response.status_code}: {response.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status_code}: {response.text[:200]}"

@@ -1,0 +1,126 @@
+"""A Ray cluster inside this process's session, for benches and tests: own ports, own files, gone at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from cluster.environment import MARKER, end_processes, free_ports, run_environment
+
+
+class PrivateCluster:
+    """Context manager: Ray and Serve up, nothing deployed. Its processes are known by ``marker``.
+
+    ``home``: HOME of every process of the cluster; None keeps the user's. Raises RuntimeError when ``ray.serve``
+    is already imported, since it read its environment then.
+    """
+
+    def __init__(
+        self, *, haproxy: bool, num_cpus: float = 8, home: Path | None = None, extra: Mapping[str, str] | None = None
+    ) -> None:
+        self.haproxy = haproxy
+        self._num_cpus = num_cpus
+        self._home = home
+        self._extra = dict(extra or {})
+        self.port = free_ports(1)[0]
+        self.marker = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> PrivateCluster:
+        if "ray.serve" in sys.modules:
+            raise RuntimeError("ray.serve is already imported; its environment can no longer be set")
+        # Unix socket paths under it must stay short (108 bytes), hence not pytest's own temporary folder.
+        self._root = Path(tempfile.mkdtemp(prefix="ew"))
+        base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | self._extra
+        wanted = run_environment(self._root, haproxy=self.haproxy, base=base)
+        if self._home is not None:
+            wanted["HOME"] = str(self._home)
+        self._saved = dict(os.environ)
+        os.environ.update(wanted)
+        self.marker = wanted[MARKER]
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        import ray
+        from ray import serve
+
+        ray.init(
+            num_cpus=self._num_cpus,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            _temp_dir=str(self._root),
+            logging_level="error",
+            log_to_driver=False,
+        )
+        host = "0.0.0.0" if self.haproxy else "127.0.0.1"
+        serve.start(
+            http_options={"host": host, "port": self.port},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+
+    def deploy(self, options: Mapping[str, Any], *, name: str = "default", route_prefix: str = "/") -> str:
+        """Deploy ``cluster.app`` and wait until a replica is admitted. Returns the app's base URL."""
+        from ray import serve
+
+        from cluster import app
+        from cluster.config import AppConfig
+
+        config = AppConfig.model_validate(dict(options))
+        serve.run(app(config), name=name, route_prefix=route_prefix)
+        url = self.url + route_prefix.rstrip("/")
+        wait_ready(url, config.replicas)
+        return url
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        import ray
+        from ray import serve
+
+        if ray.is_initialized():
+            try:
+                serve.shutdown()
+            finally:
+                ray.shutdown()
+        end_processes(self.marker, grace_s=10)
+        shutil.rmtree(self._root, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(self._saved)
+
+
+def wait_ready(url: str, replicas: int, timeout_s: float = 120.0) -> None:
+    """Returns once ``replicas`` replicas are admitted. Raises TimeoutError with the last answer."""
+    deadline = time.monotonic() + timeout_s
+    last: object = "no answer"
+    with httpx.Client(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            try:
+                if (response := client.get(f"{url}/ready")).status_code == 200:
+                    last = engines = client.get(f"{url}/v1/engine").json()["replicas"]
+                    if len(engines) >= replicas:
+                        return
+                else:
+                    last = response.text
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                last = repr(error)
+            time.sleep(0.1)
+    raise TimeoutError(f"{url} not ready with {replicas} replicas after {timeout_s:.0f} s; last: {last}")

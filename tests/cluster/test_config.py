@@ -1,0 +1,64 @@
+"""AppConfig: what an operator types is honoured or refused."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import AppConfig
+from cluster.launch import Unusable, parse_options
+from replica.config import EngineConfig
+
+
+def test_every_engine_option_is_an_app_option_with_the_same_default() -> None:
+    config = AppConfig()
+    assert config.engine() == EngineConfig()
+    assert set(EngineConfig.model_fields) < set(AppConfig.model_fields)
+
+
+def test_text_from_the_command_line_becomes_typed_values() -> None:
+    pairs = "replicas=3 page_size=64 prefix_caching=false max_num_pages=128 threads=auto fused_qkv=true model=none"
+    config = parse_options(pairs.split())
+    assert (config.replicas, config.page_size, config.prefix_caching) == (3, 64, False)
+    assert (config.max_num_pages, config.threads, config.fused_qkv, config.model) == (128, "auto", "true", None)
+
+
+def test_yaml_booleans_reach_switches() -> None:
+    assert AppConfig.model_validate({"fused_silu": False}).fused_silu == "false"
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("modle", "model"), ("replica", "replicas"), ("pagesize", "page_size")])
+def test_unknown_option_names_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(Unusable, match=rf"unknown option '{typo}'; did you mean '{meant}'\?"):
+        parse_options([f"{typo}=1"])
+
+
+def test_an_option_like_nothing_lists_what_exists() -> None:
+    with pytest.raises(Unusable, match=r"valid options: .*replicas"):
+        parse_options(["qqqqqqq=1"])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["replicas=0", "replicas=x", "page_size=17", "gpu_memory_utilization=2", "scheduler=fifo", "replica_cpus=-1"],
+)
+def test_bad_values_name_their_option(pair: str) -> None:
+    with pytest.raises(Unusable, match=pair.partition("=")[0]):
+        parse_options([pair])
+
+
+def test_a_bare_word_is_refused() -> None:
+    with pytest.raises(Unusable, match="key=value"):
+        parse_options(["replicas"])
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        AppConfig().replicas = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("module", ["cluster", "cluster.cli", "cluster.config", "cluster.build"])
+def test_importing_the_outside_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
