@@ -8,47 +8,49 @@ element is its :class:`Kind`. Connection set-up, with a shared secret that never
     replica -> router   WELCOME  [hmac(secret, "replica" nonce_c nonce_s), replica_id, epoch, root, limits]
                         REFUSED  [reason]   (bad secret, version or root: a hard error that names both values)
 
-then SUBMIT, CANCEL, PING, REPLAY, SNAPSHOT_REQUEST, INSPECT one way and ACCEPT, REJECT, TOKENS, EVENTS, SNAPSHOT,
-PONG, INFO, DRAINING the other. TOKENS is at most one frame per engine step and router, whatever the batch.
-Unknown kinds and trailing elements are ignored, so that a newer peer of the same version can add them.
+``root`` is [model, tokenizer, kv dtype, page_size]; a router may leave fields null that only replicas know. Then
+
+    router  -> replica  SUBMIT (Submit)   CANCEL [request_id]   PING [t]   REPLAY [from_seq]   SNAPSHOT_REQUEST []
+                        INSPECT [tag]
+    replica -> router   ACCEPT [request_id]   REJECT (Refusal)   TOKENS [[TokenDelta, ...]]   EVENTS (EventBatch)
+                        SNAPSHOT (Snapshot)   INFO [tag, info]   DRAINING []
+                        PONG [t or null, epoch, last seq, ms since the engine's last batch]; also unasked, when
+                        nothing else was sent for 50 ms
+
+TOKENS is at most one frame per engine step and router, whatever the batch. Unknown kinds and trailing elements are
+ignored, so that a newer peer of the same version can add them.
 """
 
 from __future__ import annotations
 
-import hmac
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from enum import IntEnum, StrEnum
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-import msgpack
+from router.event_frames import EventBatch, Load, Snapshot, Tier
+from router.framing import MAX_FRAME, VERSION, FrameBuffer, Kind, ProtocolError, encode, proof
+from router.sampling import Sampling
 
-VERSION = 1
-MAX_FRAME = 64 << 20
-"""Bytes; a longer frame is a protocol error and closes the connection."""
-_LENGTH = struct.Struct("<I")
-
-
-class Kind(IntEnum):
-    HELLO = 0
-    AUTH = 1
-    WELCOME = 2
-    REFUSED = 3
-    SUBMIT = 10
-    CANCEL = 11
-    PING = 12
-    REPLAY = 13
-    SNAPSHOT_REQUEST = 14
-    INSPECT = 15
-    ACCEPT = 30
-    REJECT = 31
-    TOKENS = 32
-    EVENTS = 33
-    SNAPSHOT = 34
-    PONG = 35
-    INFO = 36
-    DRAINING = 37
+__all__ = [
+    "MAX_FRAME",
+    "VERSION",
+    "Code",
+    "EventBatch",
+    "Finish",
+    "FrameBuffer",
+    "Kind",
+    "Load",
+    "Logprob",
+    "ProtocolError",
+    "Refusal",
+    "Sampling",
+    "Snapshot",
+    "Submit",
+    "Tier",
+    "TokenDelta",
+    "encode",
+    "proof",
+]
 
 
 class Finish(StrEnum):
@@ -61,100 +63,38 @@ class Finish(StrEnum):
     ERROR = "error"
 
 
-class ProtocolError(Exception):
-    """A peer broke the protocol; the connection is closed."""
+class Code(StrEnum):
+    """Why a replica rejects a request. A router tries OVERLOADED and DRAINING elsewhere; INVALID never fits."""
+
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
 
 
-def encode(kind: Kind, *payload: Any) -> bytes:
-    """One length-prefixed frame."""
-    body = msgpack.packb([int(kind), *payload], use_bin_type=True)
-    return _LENGTH.pack(len(body)) + body
+class Refusal(Exception):
+    """A replica's REJECT: ``code``, a message fit for a client, the offending field, and when to try again (s)."""
 
+    def __init__(self, code: str, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
 
-class FrameBuffer:
-    """Cuts a byte stream into frames. ``feed`` raises ProtocolError on an over-long or undecodable frame."""
-
-    def __init__(self, max_frame: int = MAX_FRAME) -> None:
-        self._buffer = bytearray()
-        self._max_frame = max_frame
-
-    def feed(self, data: bytes) -> Iterator[list[Any]]:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        try:
-            while len(buffer) - start >= 4:
-                (length,) = _LENGTH.unpack_from(buffer, start)
-                if length > self._max_frame:
-                    raise ProtocolError(f"frame of {length} bytes; at most {self._max_frame} are allowed")
-                if len(buffer) - start - 4 < length:
-                    break
-                body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
-                start += 4 + length
-                try:
-                    frame = msgpack.unpackb(body, raw=False, strict_map_key=False)
-                except Exception as error:
-                    raise ProtocolError(f"undecodable frame: {error}") from None
-                if not isinstance(frame, list) or not frame or not isinstance(frame[0], int):
-                    raise ProtocolError("a frame must be an array that starts with its kind")
-                yield frame
-        finally:
-            del buffer[:start]
-
-
-def proof(secret: bytes, role: str, *nonces: bytes) -> bytes:
-    """HMAC-SHA256 that shows knowledge of ``secret``; ``role`` keeps a peer from echoing our own proof back."""
-    return hmac.new(secret, role.encode() + b"".join(nonces), "sha256").digest()
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request's tokens are chosen. Names and meanings are vLLM's; token ids only, no text.
-
-    Order of application: allowed ids, bad words, min_tokens, logit_bias, penalties, grammar mask; then greedy when
-    ``temperature`` is 0, else temperature, min_p, top-k, top-p and a draw whose noise is a counter function of
-    (seed, absolute position).
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-    min_p: float = 0.0
-    seed: int = 0
-    """u64; the router draws one when the client gives none, so that a resumed request goes on identically."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Ends the request when sampled: the checkpoint's eos ids (unless ignore_eos) and the client's own."""
-    min_tokens: int = 0
-    """Stop ids can't be sampled before so many tokens."""
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    logprobs: int | None = None
-    """None: none; k >= 0: the chosen token's and the k likeliest."""
-    prompt_logprobs: int | None = None
-    grammar: tuple[str, str] | None = None
-    """(kind, source): kind is json_schema, json_object, regex, choice or ebnf."""
-
-    def to_wire(self) -> dict[str, Any]:
-        """Only what differs from the defaults."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+    def to_frame(self, request_id: str) -> bytes:
+        return encode(Kind.REJECT, request_id, str(self.code), self.message, self.param, self.retry_after_s)
 
     @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Sampling:
-        """Raises ProtocolError for an unknown field: an option is honoured or refused, never dropped."""
-        known = {f.name for f in fields(cls)}
-        if unknown := set(raw) - known:
-            raise ProtocolError(f"unknown sampling fields {sorted(unknown)}")
-        return cls(**{name: _frozen(value) for name, value in raw.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+    def from_frame(cls, frame: list[Any]) -> tuple[str, Refusal]:
+        """(request id, refusal)."""
+        try:
+            _, request_id, code, message, param, retry_after_s = frame[:6]
+        except ValueError as error:
+            raise ProtocolError(f"bad REJECT frame: {error}") from None
+        ok = isinstance(request_id, str) and isinstance(code, str) and isinstance(message, str)
+        if not ok or not isinstance(param, str | None) or not isinstance(retry_after_s, int | float | None):
+            raise ProtocolError("bad REJECT frame: wrong types")
+        return request_id, cls(code, message, param, retry_after_s)
 
 
 @dataclass(frozen=True)
@@ -201,11 +141,27 @@ class Submit:
     def from_frame(cls, frame: list[Any]) -> Submit:
         try:
             _, request_id, tokens, num_prompt, root, hashes, sampling, deadline_ms, priority, trace = frame[:10]
-            return cls(
-                request_id, tokens, num_prompt, root, hashes, Sampling.from_wire(sampling), deadline_ms, priority, trace
-            )
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ProtocolError(f"bad SUBMIT frame: {error}") from None
+        typed = (
+            isinstance(request_id, str)
+            and isinstance(tokens, bytes)
+            and len(tokens) % 4 == 0
+            and type(num_prompt) is int
+            and 0 < num_prompt <= len(tokens) // 4
+            and isinstance(root, bytes)
+            and isinstance(hashes, bytes)
+            and len(root) == 16
+            and len(hashes) % 16 == 0
+            and (deadline_ms is None or type(deadline_ms) is int)
+            and type(priority) is int
+            and isinstance(trace, str | None)
+        )
+        if not typed:
+            raise ProtocolError("bad SUBMIT frame: wrong types or lengths")
+        return cls(
+            request_id, tokens, num_prompt, root, hashes, Sampling.from_wire(sampling), deadline_ms, priority, trace
+        )
 
 
 @dataclass(frozen=True)
@@ -234,6 +190,11 @@ class TokenDelta:
     """Says what went wrong when ``finish`` is "error"."""
 
     def to_wire(self) -> list[Any]:
+        """Trailing defaults are left out: most deltas are just [id, ids]."""
+        if self.logprobs is None and self.prompt_logprobs is None and self.error is None:
+            if self.finish is None and self.num_cached is None:
+                return [self.request_id, self.ids]
+            return [self.request_id, self.ids, self.finish, self.num_cached]
         return [
             self.request_id,
             self.ids,
@@ -246,8 +207,18 @@ class TokenDelta:
 
     @classmethod
     def from_wire(cls, raw: list[Any]) -> TokenDelta:
-        request_id, ids, finish, num_cached, logprobs, prompt_logprobs, error = raw[:7]
-        return cls(request_id, ids, finish, num_cached, _logprobs_in(logprobs), _logprobs_in(prompt_logprobs), error)
+        """Raises ProtocolError, except for the values of ``ids``, which the receiver checks as it packs them."""
+        try:
+            if len(raw) == 2:
+                return cls(raw[0], raw[1])
+            request_id, ids, finish, num_cached, logprobs, prompt_logprobs, error = (*raw, None, None, None, None)[:7]
+            if not isinstance(finish, str | None) or not isinstance(num_cached, int | None):
+                raise ProtocolError("bad token delta: wrong types")
+            return cls(
+                request_id, ids, finish, num_cached, _logprobs_in(logprobs), _logprobs_in(prompt_logprobs), error
+            )
+        except (ValueError, TypeError, IndexError) as error:
+            raise ProtocolError(f"bad token delta: {error}") from None
 
 
 def _logprobs_out(values: Any) -> Any:
@@ -260,147 +231,3 @@ def _logprobs_in(raw: Any) -> Any:
     if raw is None:
         return None
     return [None if v is None else Logprob(v[0], v[1], tuple((i, p) for i, p in v[2])) for v in raw]
-
-
-@dataclass
-class Load:
-    """A replica's load at one moment, as the placement policy uses it."""
-
-    queued_uncached_tokens: int = 0
-    """Tokens still to be prefilled, of waiting and running requests."""
-    running: int = 0
-    waiting: int = 0
-    """Requests without a first token."""
-    context_tokens: int = 0
-    """Sum of context lengths of decoding requests."""
-    free_pages: int = 0
-    evictable_pages: int = 0
-    coefficients: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
-    """a, b, t0, k1, k2 of the step-time fit, milliseconds (docs/router.md)."""
-
-    def to_wire(self) -> list[Any]:
-        return [getattr(self, f.name) for f in fields(self)]
-
-    @classmethod
-    def from_wire(cls, raw: list[Any]) -> Load:
-        *counts, coefficients = raw[:7]
-        return cls(*counts, coefficients=tuple(coefficients))
-
-
-class Tier(IntEnum):
-    DEVICE = 0
-    HOST = 1
-
-
-@dataclass
-class EventBatch:
-    """One element of a replica's ordered stream: what its cache and load became since the last one.
-
-    ``seq`` is contiguous within an ``epoch`` (random per engine start). ``digests`` summarise all resident pages
-    *after* this batch, one (count, xor) per tier, and let a consumer prove that it is in sync.
-    """
-
-    replica: str
-    epoch: int
-    seq: int
-    t_ns: int
-    stored: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """Runs of (parent key64 or 0, tier, packed u64 keys, parent first)."""
-    removed: list[tuple[int, bytes]] = field(default_factory=list)
-    """(tier, packed u64 keys), applied after ``stored``."""
-    accepted: list[tuple[str, bytes]] = field(default_factory=list)
-    """(reservation id, packed u64 keys of the pages the request will compute)."""
-    ended: list[str] = field(default_factory=list)
-    """Reservation ids: first token sent, cancelled or failed."""
-    load: Load = field(default_factory=Load)
-    digests: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0), (0, 0)])
-
-    def to_frame(self) -> bytes:
-        return encode(
-            Kind.EVENTS,
-            VERSION,
-            self.replica,
-            self.epoch,
-            self.seq,
-            self.t_ns,
-            self.stored,
-            self.removed,
-            self.accepted,
-            self.ended,
-            self.load.to_wire(),
-            self.digests,
-        )
-
-    @classmethod
-    def from_frame(cls, frame: list[Any]) -> EventBatch:
-        try:
-            _, version, replica, epoch, seq, t_ns, stored, removed, accepted, ended, load, digests = frame[:12]
-            if version != VERSION:
-                raise ProtocolError(f"event version {version}; this router speaks {VERSION}")
-            return cls(
-                replica,
-                epoch,
-                seq,
-                t_ns,
-                [(p, t, k) for p, t, k in stored],
-                [(t, k) for t, k in removed],
-                [(r, k) for r, k in accepted],
-                list(ended),
-                Load.from_wire(load),
-                [(c, x) for c, x in digests],
-            )
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"bad EVENTS frame: {error}") from None
-
-
-@dataclass
-class Snapshot:
-    """A replica's whole residency at (epoch, seq), in chunks; the consumer goes on with seq + 1.
-
-    The last chunk (index == total - 1) carries the live reservations.
-    """
-
-    replica: str
-    epoch: int
-    seq: int
-    index: int
-    total: int
-    tier: int
-    keys: bytes
-    digests: list[tuple[int, int]]
-    reservations: list[tuple[str, bytes]] = field(default_factory=list)
-    load: Load = field(default_factory=Load)
-
-    def to_frame(self) -> bytes:
-        return encode(
-            Kind.SNAPSHOT,
-            self.replica,
-            self.epoch,
-            self.seq,
-            self.index,
-            self.total,
-            self.tier,
-            self.keys,
-            self.digests,
-            self.reservations,
-            self.load.to_wire(),
-        )
-
-    @classmethod
-    def from_frame(cls, frame: list[Any]) -> Snapshot:
-        try:
-            _, replica, epoch, seq, index, total, tier, keys, digests, reservations, load = frame[:11]
-            return cls(
-                replica,
-                epoch,
-                seq,
-                index,
-                total,
-                tier,
-                keys,
-                [(c, x) for c, x in digests],
-                [(r, k) for r, k in reservations],
-                Load.from_wire(load),
-            )
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"bad SNAPSHOT frame: {error}") from None
