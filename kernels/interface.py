@@ -19,11 +19,13 @@ import torch
 @dataclass
 class Stream:
     """The residual stream: ``h`` [M, hidden]. ``scaled`` = h * g of the next norm and ``sumsq`` [M, tiles] fp32 are
-    there when a fused producer wrote them; both are None otherwise and the consumer norms ``h`` itself."""
+    there when a fused producer wrote them; both are None otherwise and the consumer norms ``h`` itself, unless the
+    producer left ``normed`` = rms_norm(h, next norm), which cuBLAS consumers want."""
 
     h: torch.Tensor
     scaled: torch.Tensor | None = None
     sumsq: torch.Tensor | None = None
+    normed: torch.Tensor | None = None
 
 
 @dataclass

@@ -1,0 +1,121 @@
+"""Paged attention, RoPE and the KV write, against float64: around page, block and split borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_oracle import Case, attention_case, close
+
+from kernels.triton_common import Launcher
+from kernels.triton_decode import decode_attention
+from kernels.triton_prefill import prefill_attention
+from kernels.triton_rope import rope_write
+from kernels.tuning import DecodeConfig, PrefillConfig
+
+
+def run_decode(case: Case, config: DecodeConfig, fused: bool) -> torch.Tensor:
+    out = torch.empty(case.qkv.shape[0], case.shape.num_heads * case.shape.head_dim, device=case.qkv.device)
+    launch = Launcher(case.qkv.device)
+    norms = (case.q_norm, case.k_norm)
+    if not fused:
+        rope_write(launch, case.qkv, case.kv, case.meta, case.shape, *norms, case.cos, case.sin)
+        norms = (None, None)
+    decode_attention(launch, config, case.qkv, case.kv, case.meta, case.shape, *norms, case.cos, case.sin, out,
+                     fused=fused)  # fmt: skip
+    return out
+
+
+SHAPES = [(4, 2, 32), (9, 3, 16), (8, 1, 16), (2, 2, 64)]
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("split", [0, 32])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_decode_ragged(device: torch.device, page: int, split: int, qk_norm: bool) -> None:
+    """Contexts of 1, one less, equal and one more than a page, a block and a split."""
+    prefix = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 62, 63, 64, 65, 100]
+    case = attention_case(device, [1] * len(prefix), prefix, page=page, qk_norm=qk_norm)
+    close(run_decode(case, DecodeConfig(split, 16, 1, 1), fused=True), case.want())
+    case.check_cache()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_decode_shapes(device: torch.device, heads: int, kv_heads: int, dim: int, fused: bool) -> None:
+    case = attention_case(device, [1, 1, 1], [0, 40, 70], heads=heads, kv_heads=kv_heads, dim=dim)
+    close(run_decode(case, DecodeConfig(32, 32, 1, 1), fused), case.want())
+    case.check_cache()
+
+
+def test_decode_with_a_graphs_bound_on_the_context(device: torch.device) -> None:
+    """A captured grid is sized for the bucket, not for the batch."""
+    case = attention_case(device, [1, 1], [3, 70], max_kv=500)
+    close(run_decode(case, DecodeConfig(64, 16, 1, 1), fused=True), case.want())
+
+
+def test_many_splits_need_more_than_one_combine_chunk(device: torch.device) -> None:
+    case = attention_case(device, [1], [16 * 18 + 5], heads=2, kv_heads=1, dim=32)
+    close(run_decode(case, DecodeConfig(16, 16, 1, 1), fused=True), case.want())
+
+
+def test_rows_of_length_zero_write_nothing(device: torch.device) -> None:
+    case = attention_case(device, [1, 1], [20, 20])
+    case.meta.kv_len[1] = 0
+    out = run_decode(case, DecodeConfig(0, 16, 1, 1), fused=True)
+    close(out[:1], case.want()[:1])
+    assert out[1].isnan().all()
+    where = case.meta.slots[1].item()
+    assert torch.equal(case.kv.k.flatten(0, 1)[where], case.before.k.flatten(0, 1)[where])
+
+
+def run_mixed(case: Case, config: PrefillConfig, min_new: int) -> torch.Tensor:
+    out = torch.empty(case.qkv.shape[0], case.shape.num_heads * case.shape.head_dim, device=case.qkv.device)
+    launch = Launcher(case.qkv.device)
+    rope_write(launch, case.qkv, case.kv, case.meta, case.shape, case.q_norm, case.k_norm, case.cos, case.sin)
+    if min_new > 1:
+        decode_attention(launch, DecodeConfig(32, 16, 1, 1), case.qkv, case.kv, case.meta, case.shape, None, None,
+                         case.cos, case.sin, out, fused=False)  # fmt: skip
+    prefill_attention(launch, config, case.qkv, case.kv, case.meta, case.shape, out, min_new=min_new)
+    return out
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("min_new", [1, 2])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_mixed_batch(device: torch.device, page: int, min_new: int, rows: int) -> None:
+    """Prefill chunks with and without a cached prefix between decode rows."""
+    new, prefix = [1, 17, 1, 40, 2, 16, 1, 3], [33, 0, 0, 25, 64, 16, 70, 15]
+    case = attention_case(device, new, prefix, page=page)
+    close(run_mixed(case, PrefillConfig(rows, 16, 1, 4), min_new), case.want())
+    case.check_cache()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_prefill_shapes(device: torch.device, heads: int, kv_heads: int, dim: int) -> None:
+    """Three query heads a group leave a row of the tile unused."""
+    case = attention_case(device, [23, 7], [0, 35], heads=heads, kv_heads=kv_heads, dim=dim, qk_norm=False)
+    close(run_mixed(case, PrefillConfig(16, 32, 1, 4), 1), case.want())
+    case.check_cache()
+
+
+def test_more_requests_than_one_search_block(device: torch.device) -> None:
+    new = [1 + i % 2 for i in range(300)]
+    case = attention_case(device, new, [0] * 300, heads=2, kv_heads=1, dim=16)
+    close(run_mixed(case, PrefillConfig(16, 16, 1, 4), 1), case.want())
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 31, 33, 47])
+def test_a_chunk_border_changes_no_bit(device: torch.device, cut: int) -> None:
+    """48 tokens at once, and the same in two chunks over the same pages."""
+    whole = attention_case(device, [48], [0])
+    raw = whole.qkv.clone()
+    config = PrefillConfig(16, 16, 1, 4)
+    once = run_mixed(whole, config, 1)
+    parts = []
+    for a, b in ((0, cut), (cut, 48)):
+        part = attention_case(device, [b - a], [a])
+        part.qkv, part.kv, part.meta.block_table = raw[a:b].clone(), whole.kv, whole.meta.block_table
+        part.meta.slots = whole.meta.slots[a:b]
+        part.cos, part.sin, part.q_norm, part.k_norm = whole.cos, whole.sin, whole.q_norm, whole.k_norm
+        parts.append(run_mixed(part, config, 1))
+    assert torch.equal(torch.cat(parts), once)
