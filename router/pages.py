@@ -114,7 +114,7 @@ def mix64(key: int) -> int:
 
 def mixed_xor(packed_keys: bytes) -> int:
     """xor of :func:`mix64` over packed u64 keys; vectorised, since both ends spend it on every stored page."""
-    if len(packed_keys) < 64:
+    if len(packed_keys) < 128:
         xor = 0
         for key in unpack_keys(packed_keys):
             xor ^= mix64(key)

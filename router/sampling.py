@@ -48,7 +48,7 @@ class Sampling:
 
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Sampling:
-        """Raises ProtocolError for an unknown field or a wrong type: an option is honoured or refused, never dropped."""
+        """Raises ProtocolError for an unknown field or wrong type: an option is honoured or refused, never dropped."""
         if not isinstance(raw, dict):
             raise ProtocolError(f"sampling must be a map, not {type(raw).__name__}")
         if unknown := {str(name) for name in raw} - _SAMPLING_FIELDS.keys():
