@@ -78,6 +78,11 @@ class AttentionShape:
 class Ops(Protocol):
     """Weights are [out, in] as in checkpoints; M is the number of packed tokens."""
 
+    def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
+        """Called once per weight at load, role in qkv, o, gate_up, down, head: the same matrix, in whatever memory
+        order this implementation reads fastest."""
+        ...
+
     def embed(self, ids: torch.Tensor, table: torch.Tensor, next_norm: torch.Tensor, eps: float) -> Stream: ...
 
     def norm_linear(

@@ -1,0 +1,156 @@
+"""Which implementation runs each operation, decided once from device, dtype, shape and the ``fused_*`` switches.
+
+Candidates are whole :class:`~kernels.interface.Ops` objects in order of preference; each may decline an operation
+and must say why. What was chosen, and why the ones before it were not, is kept for the log and ``/v1/engine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
+from kernels.reference import TorchOps
+
+OPERATIONS = ("embed", "norm_linear", "attention", "linear_add", "norm_mlp", "norm_logits")
+SWITCH_OF = {
+    "embed": "fused_rmsnorm",
+    "linear_add": "fused_rmsnorm",
+    "norm_linear": "fused_qkv",
+    "attention": "fused_attention",
+    "norm_mlp": "fused_silu",
+}
+"""``norm_logits`` has no switch: it takes the first candidate that accepts."""
+SWITCHES = tuple(sorted(set(SWITCH_OF.values())))
+_READER = {"qkv": "norm_linear", "o": "linear_add", "down": "linear_add", "gate_up": "norm_mlp", "head": "norm_logits"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a choice may depend on. ``kv_dtype`` is what the pages hold."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``decline(operation, site)`` returns why the operation can't run or doesn't pay here, or None."""
+
+    name: str
+    fused: bool
+    make: Callable[[Site], Any]
+    decline: Callable[[str, Site], str | None] = lambda operation, site: None
+
+
+def _torch_candidate() -> Candidate:
+    return Candidate("torch", False, lambda site: TorchOps(site.device, site.dtype))
+
+
+def _triton_candidate() -> Candidate:
+    def make(site: Site) -> Any:
+        from kernels.triton_ops import TritonOps
+
+        return TritonOps(site.device)
+
+    def decline(operation: str, site: Site) -> str | None:
+        if site.device.type != "cuda":
+            return f"Triton kernels need a CUDA device, this is {site.device.type}"
+        if site.dtype != torch.bfloat16:
+            return f"Triton kernels are written for bfloat16, this is {str(site.dtype).removeprefix('torch.')}"
+        return None
+
+    return Candidate("triton", True, make, decline)
+
+
+def default_candidates() -> tuple[Candidate, ...]:
+    """In order of preference; the last accepts everything."""
+    return (_triton_candidate(), _torch_candidate())
+
+
+class Dispatch:
+    """Implements ``kernels.interface.Ops``: every operation is bound to one candidate's."""
+
+    def __init__(
+        self, site: Site, switches: Mapping[str, str] | None = None, candidates: Sequence[Candidate] | None = None
+    ) -> None:
+        """``switches``: fused_* -> "auto", "true" or "false". Raises ValueError for an unknown switch or value, and
+        for "true" where no fused implementation can run."""
+        candidates = default_candidates() if candidates is None else candidates
+        switches = dict(switches or {})
+        for name, value in switches.items():
+            if name not in SWITCHES:
+                raise ValueError(f"unknown switch {name!r}; switches are {', '.join(SWITCHES)}")
+            if value not in ("auto", "true", "false"):
+                raise ValueError(f"{name}: {value!r}; allowed are 'auto', 'true' and 'false'")
+        made: dict[str, Any] = {}
+        self._chosen: dict[str, tuple[Any, str]] = {}
+        for operation in OPERATIONS:
+            switch = SWITCH_OF.get(operation)
+            candidate, reason = _choose(operation, site, switch, switches.get(switch or "", "auto"), candidates)
+            if candidate.name not in made:
+                made[candidate.name] = candidate.make(site)
+            self._chosen[operation] = (made[candidate.name], f"{candidate.name} ({reason})")
+        self._made = made
+        self._bind()
+
+    def _bind(self) -> None:
+        chosen = {operation: ops for operation, (ops, _) in self._chosen.items()}
+        self.embed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Stream] = chosen["embed"].embed
+        self.norm_linear: Callable[[Stream, torch.Tensor, float, torch.Tensor, torch.Tensor | None], torch.Tensor] = (
+            chosen["norm_linear"].norm_linear
+        )
+        self.attention: Callable[
+            [
+                torch.Tensor, LayerKV, AttentionMeta, AttentionShape, torch.Tensor | None, torch.Tensor | None,
+                torch.Tensor, torch.Tensor,
+            ],
+            torch.Tensor,
+        ] = chosen["attention"].attention  # fmt: skip
+        self.linear_add: Callable[[torch.Tensor, torch.Tensor, Stream, torch.Tensor], Stream] = chosen[
+            "linear_add"
+        ].linear_add
+        self.norm_mlp: Callable[[Stream, torch.Tensor, float, torch.Tensor], torch.Tensor] = chosen["norm_mlp"].norm_mlp
+        self.norm_logits: Callable[[Stream, torch.Tensor | None, torch.Tensor, float, torch.Tensor], torch.Tensor] = (
+            chosen["norm_logits"].norm_logits
+        )
+
+    def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head."""
+        prepare = getattr(self._chosen[_READER[role]][0], "prepare", None)
+        return weight if prepare is None else prepare(role, weight)
+
+    def choices(self) -> dict[str, str]:
+        """operation -> "implementation (why)", and what each implementation recorded of its own, prefixed by name."""
+        found = {operation: text for operation, (_, text) in self._chosen.items()}
+        for name, ops in self._made.items():
+            found.update({f"{name}: {key}": text for key, text in ops.choices().items()})
+        return found
+
+
+def _choose(
+    operation: str, site: Site, switch: str | None, value: str, candidates: Sequence[Candidate]
+) -> tuple[Candidate, str]:
+    declined: list[str] = []
+    for candidate in candidates:
+        if value != "auto" and candidate.fused != (value == "true"):
+            continue
+        why_not = candidate.decline(operation, site)
+        if why_not is None:
+            reasons = [f"{switch}={value}"] if value != "auto" else []
+            return candidate, "; ".join(reasons + declined) or "first choice"
+        declined.append(f"not {candidate.name}: {why_not}")
+    raise ValueError(
+        f"{switch or operation}: {value!r} can't be honoured here: {'; '.join(declined) or 'no candidate'}"
+    )
