@@ -1,0 +1,461 @@
+"""The engine: one thread that schedules, launches and reads back, one step ahead of the device.
+
+    device      | step k ......... | step k+1 ....... | step k+2 ...
+    loop thread   schedule+launch k+1 | read k | schedule+launch k+2 | read k+1
+
+While step k runs, step k+1 is scheduled with what is certain: ids not yet read back are FROM_DEVICE, ends by count are
+predicted, an end by a stop id is noticed one step late and its surplus token dropped. Everything that makes a page or
+a token *visible* happens at read-back, so a step that fails leaves nothing to undo but its own requests.
+
+Other threads reach the loop only through its inbox. The loop never blocks longer than a heartbeat.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from replica.batch import Row, Runner, Step, StepResult
+from replica.config import ResolvedConfig
+from replica.events import EventLog
+from replica.page_pool import PagePool
+from replica.request import MaskFactory, Request, build_request
+from replica.scheduler import Plan, Scheduler
+from replica.step_time import StepTimeModel
+from router.pages import RootFields, key64
+from router.wire import Code, EventBatch, Finish, Logprob, Refusal, Snapshot, Submit, TokenDelta
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.045
+"""An event batch leaves at least this often, so that consumers see one every 50 ms."""
+ARRIVAL_POLL_S = 0.01
+"""How late the loop may notice an arrival while a step runs and the next could still be launched."""
+HEALTH_FLOOR_S = 1.0
+"""No step and no answer of the loop counts as late before this."""
+FIRST_STEP_S = 120.0
+"""Grace of the first step, which may compile."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """``ok`` turns false within twice the longest recent step (at least HEALTH_FLOOR_S) of the last progress."""
+
+    ok: bool
+    reason: str
+    round_trip_ms: float
+    longest_step_ms: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    plan: Plan
+    step: Step
+    launched: float
+
+
+class Engine:
+    """Continuous batching over one Runner. Callbacks run on the engine thread and must return quickly.
+
+    ``on_deltas`` gets, once per processed step, every (owner, delta); owner is the object given to ``submit``.
+    ``on_events`` gets one EventBatch per step with changes and a heartbeat at least every 50 ms.
+    ``masks`` makes a request's grammar mask source; without it, grammars are refused.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        runner: Runner,
+        *,
+        root: RootFields,
+        replica_id: str = "local",
+        on_deltas: Callable[[list[tuple[Any, TokenDelta]]], None],
+        on_events: Callable[[EventBatch], None],
+        masks: MaskFactory | None = None,
+    ) -> None:
+        room = (runner.num_pages - 1) * config.page_size
+        max_model_len = min(config.max_model_len, runner.max_model_len, room)
+        self.config = replace(config, num_pages=runner.num_pages, max_model_len=max_model_len)
+        self.root = root
+        self.events = EventLog(replica_id)
+        self.step_time = StepTimeModel()
+        cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
+        self.pool = PagePool(runner.num_pages, self.events, max_cached=cached)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.counters: Counter[str] = Counter()
+        self._runner = runner
+        self._masks = masks
+        self._on_deltas, self._on_events = on_deltas, on_events
+        self._depth = 2 if config.async_scheduling else 1
+        self._flights: deque[_Flight] = deque()
+        self._live: dict[tuple[int, str], Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deltas: list[tuple[Any, TokenDelta]] = []
+        self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._wake = threading.Event()
+        self._gate = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = self._draining = False
+        self._fatal: str | None = None
+        self._serials = itertools.count()
+        self._num_steps = 0
+        self._last_done = self._last_emit = time.monotonic()
+        self._step_ms: deque[float] = deque(maxlen=1024)
+        self._coefficients = self.step_time.coefficients
+
+    # --- what other threads call
+
+    def start(self) -> None:
+        with self._gate:
+            if self._stopping:
+                raise RuntimeError("a stopped engine can't be started again")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop at once; live requests get no further delta. Drain first to end them properly."""
+        with self._gate:
+            self._stopping = True
+            thread = self._thread
+        self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def submit(self, owner: Any, request: Submit) -> None:
+        """Takes the request or raises Refusal: invalid, overloaded or draining."""
+        if self._stopping or self._draining or self._fatal:
+            raise Refusal(Code.DRAINING, self._fatal or "this replica takes no new requests", retry_after_s=1.0)
+        num_waiting = len(self._live) - len(self.scheduler.running)
+        if num_waiting >= self.config.max_waiting:
+            raise Refusal(
+                Code.OVERLOADED,
+                f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",
+                retry_after_s=self._queue_seconds(),
+            )
+        taken = build_request(request, owner, self.config, self._runner.vocab_size, time.monotonic(), self._masks)
+        key = (id(owner), request.request_id)
+        if self._live.setdefault(key, taken) is not taken:
+            raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
+        self._post(self._enqueue, taken)
+
+    def cancel(self, owner: Any, request_id: str) -> None:
+        """Ends the request with a last delta, ABORT; does nothing when it is over or unknown."""
+        if (request := self._live.get((id(owner), request_id))) is not None:
+            self._post(self._abort, request)
+
+    def replay(self, from_seq: int) -> list[EventBatch] | None:
+        """Event batches from ``from_seq`` on; None: too old, ask for a snapshot."""
+        return self.events.replay(from_seq)
+
+    def snapshot(self) -> list[Snapshot]:
+        """Residency at a batch that ``on_events`` has been given before this returns."""
+        return self._ask(self._take_snapshot)
+
+    def drain(self) -> None:
+        """No new requests from now on; those taken are finished."""
+        self._draining = True
+
+    def idle(self) -> bool:
+        return not self._live
+
+    def health(self) -> Health:
+        """A round trip through the loop, plus the age of the step that it waits for."""
+        longest = max(self._step_ms, default=0.0) / 1e3
+        limit = max(HEALTH_FLOOR_S, 2 * longest) if self._step_ms else FIRST_STEP_S
+        began = time.monotonic()
+        reason = self._fatal or ("stopped" if self._stopping or self._thread is None else "")
+        if not reason:
+            try:
+                stalled = self._ask(self._stalled_for, timeout=limit)
+                reason = f"a step has run for {stalled:.1f} s, the limit is {limit:.1f} s" if stalled > limit else ""
+            except TimeoutError:
+                reason = f"the loop did not answer in {limit:.1f} s"
+        return Health(not reason, reason or "ok", (time.monotonic() - began) * 1e3, longest * 1e3)
+
+    def info(self) -> dict[str, Any]:
+        """JSON-able state: config in force, pages, queue, step times, counters, the runner's description."""
+        return self._ask(self._describe)
+
+    def check_invariants(self) -> None:
+        """Exact audit of pages, references, queues and the event stream; raises AssertionError."""
+        self._ask(self._audit)
+
+    def _post(self, function: Callable[[Any], None], argument: Any) -> None:
+        self._inbox.append((function, argument))
+        self._wake.set()
+
+    def _ask(self, function: Callable[[], Any], timeout: float | None = 60.0) -> Any:
+        future: Future[Any] = Future()
+        with self._gate:
+            remote = self._thread is not None and threading.current_thread() is not self._thread
+            if remote:
+                self._post(_answer, (function, future))
+        return future.result(timeout) if remote else function()
+
+    def _queue_seconds(self) -> float:
+        load = self.scheduler.load(self._coefficients)
+        return min(60.0, max(1.0, load.queued_uncached_tokens * self._coefficients[0] / 1e3))
+
+    # --- the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._iterate()
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._fatal = f"the engine loop failed: {error!r}"
+            for request in list(self._live.values()):
+                request.finish = Finish.ERROR
+                delta = TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal)
+                self._deltas.append((request.owner, delta))
+            self._live.clear()
+            self._hand_out()
+        for flight in self._flights:
+            flight.step.wait(5.0)
+        with self._gate:
+            self._thread, self._stopping = None, True
+        self._read_inbox()
+
+    def _iterate(self) -> None:
+        now = time.monotonic()
+        self._read_inbox()
+        self._expire(now)
+        launched = len(self._flights) < self._depth and self._launch(now)
+        if launched and len(self._flights) < self._depth:
+            return  # fill the pipeline before waiting for its head
+        patience = max(0.0, self._last_emit + HEARTBEAT_S - now)
+        if self._flights:
+            if len(self._flights) < self._depth:
+                patience = min(patience, ARRIVAL_POLL_S)
+            if self._flights[0].step.wait(patience):
+                self._read_back(self._flights.popleft())
+        elif not self._deltas and not self.events.has_changes:
+            self._wake.wait(patience)
+            self._wake.clear()
+        self._hand_out()
+        self._emit()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            function, argument = self._inbox.popleft()
+            function(argument)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.finish is None:
+                self._end(request, Finish.DEADLINE)
+
+    def _launch(self, now: float) -> bool:
+        """Schedules and launches the next step; False when there is nothing to compute now."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self._num_steps, now)
+        for slot in scheduler.released_slots:
+            self._runner.release(slot)
+        scheduler.released_slots.clear()
+        for request, problem in scheduler.mask_faults:
+            self._end(request, Finish.ERROR, problem)
+        if plan is None:
+            stuck = (scheduler.running or scheduler.waiting) and not self._flights and not scheduler.mask_faults
+            scheduler.mask_faults.clear()
+            if stuck:
+                raise RuntimeError(f"{len(scheduler.waiting)} waiting requests can't be scheduled")
+            return False
+        scheduler.mask_faults.clear()
+        self._num_steps += 1
+        try:
+            self._flights.append(_Flight(plan, self._runner.launch(plan.batch), now))
+        except Exception as error:
+            self._fail(plan, error)
+        return True
+
+    def _read_back(self, flight: _Flight) -> None:
+        try:
+            result = flight.step.result()
+        except Exception as error:
+            self._last_done = time.monotonic()
+            self._fail(flight.plan, error)
+            return
+        now = time.monotonic()
+        step_ms = (now - max(flight.launched, self._last_done)) * 1e3
+        self._last_done = now
+        self._step_ms.append(step_ms)
+        self.step_time.update(flight.plan.shape, step_ms)
+        self.counters["prompt_tokens"] += flight.plan.shape.prefill_tokens
+        for index, (request, row) in enumerate(zip(flight.plan.requests, flight.plan.batch.rows, strict=True)):
+            if request.finish is not None:
+                self.counters["wasted_tokens"] += row.num_samples
+            elif index in result.faults:
+                self.scheduler.retract(request)
+                self._end(request, Finish.ERROR, result.faults[index])
+            else:
+                self._advance(request, row, index, result)
+
+    def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
+        """One sound row: its KV counts as written, its samples become tokens. Speculation plugs in here: of
+        ``num_samples`` rows fewer ids may come back, and num_computed returns to the last accepted one."""
+        if request.slot >= 0:
+            self.scheduler.confirm(request, row.start + len(row.token_ids))
+        if result.prompt_logprobs and (chunk := result.prompt_logprobs[index]) is not None:
+            request.prompt_logprobs.extend(chunk)
+        if not row.num_samples:
+            return
+        ids, finish = result.ids[index], None
+        request.num_pending -= row.num_samples
+        for token_id in ids:
+            if not 0 <= token_id < self._runner.vocab_size:
+                self.scheduler.retract(request)
+                self._end(request, Finish.ERROR, f"sampled id {token_id} is outside the vocabulary")
+                return
+            if request.mask_source is not None:
+                try:
+                    request.mask_source.accept(token_id)
+                except Exception as error:
+                    self._end(request, Finish.ERROR, f"grammar: {error}")
+                    return
+            request.append(token_id)
+            if token_id in request.stop_ids and request.num_emitted > request.sampling.min_tokens:
+                finish = Finish.STOP
+            elif request.num_tokens >= request.max_total:
+                finish = Finish.LENGTH
+        self.counters["generated_tokens"] += len(ids)
+        self._deliver(request, ids, finish, result.logprobs[index] if result.logprobs else None)
+        if finish is not None:
+            self._forget(request, finish)
+
+    def _deliver(
+        self, request: Request, ids: list[int], finish: Finish | None, logprobs: list[Logprob] | None = None
+    ) -> None:
+        delta = TokenDelta(request.request_id, ids, finish, logprobs=logprobs)
+        if not request.announced:
+            request.announced = True
+            delta.num_cached = request.num_cached
+            delta.prompt_logprobs = request.prompt_logprobs or None
+            self.events.end(request.request_id)
+        self._deltas.append((request.owner, delta))
+
+    # --- how requests begin and end
+
+    def _enqueue(self, request: Request) -> None:
+        hits = self.scheduler.add(request)
+        coming = request.hashes[hits:] if self.config.prefix_caching else []
+        self.events.accept(request.request_id, [key64(page_hash) for page_hash in coming])
+        if request.num_tokens >= request.max_total:  # a resumed stream that had everything but its end
+            self._end(request, Finish.LENGTH)
+        elif request.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (request.deadline, next(self._serials), request))
+
+    def _abort(self, request: Request) -> None:
+        if request.finish is None:
+            self._end(request, Finish.ABORT)
+
+    def _end(self, request: Request, finish: Finish, error: str | None = None) -> None:
+        """Ends a request outside the normal flow, with a delta that says so."""
+        if error is not None:
+            log.warning("request %s failed: %s", request.request_id, error)
+        delta = TokenDelta(request.request_id, [], finish, request.num_cached, error=error)
+        self._deltas.append((request.owner, delta))
+        self._forget(request, finish)
+
+    def _forget(self, request: Request, finish: Finish) -> None:
+        request.finish = finish
+        self.scheduler.remove(request)
+        self.events.end(request.request_id)
+        self.counters[f"finished_{finish.value}"] += 1
+        self._live.pop((id(request.owner), request.request_id), None)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """A whole step failed. Pages are published at read-back only, so none that it touched is indexed."""
+        log.error("step %d failed", plan.batch.step, exc_info=error)
+        self.counters["failed_steps"] += 1
+        for request in plan.requests:
+            if request.finish is None:
+                self._end(request, Finish.ERROR, f"the engine step failed: {error!r}")
+
+    # --- what leaves the loop
+
+    def _hand_out(self) -> None:
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            try:
+                self._on_deltas(deltas)
+            except Exception:
+                log.exception("on_deltas failed")
+
+    def _emit(self, *, now: bool = False) -> None:
+        due = time.monotonic() - self._last_emit >= HEARTBEAT_S
+        if not (due or now or self.events.has_changes):
+            return
+        if due:
+            self._coefficients = self.step_time.coefficients
+        self._last_emit = time.monotonic()
+        batch = self.events.emit(self.scheduler.load(self._coefficients))
+        try:
+            self._on_events(batch)
+        except Exception:
+            log.exception("on_events failed")
+
+    def _take_snapshot(self) -> list[Snapshot]:
+        self._emit(now=True)
+        return self.events.snapshot(self.pool.keys(), self.scheduler.load(self._coefficients))
+
+    def _stalled_for(self) -> float:
+        if not self._flights:
+            return 0.0
+        return time.monotonic() - max(self._flights[0].launched, self._last_done)
+
+    def _describe(self) -> dict[str, Any]:
+        scheduler, steps = self.scheduler, np.array(self._step_ms or [0.0])
+        load = asdict(scheduler.load(self.step_time.coefficients))
+        held_tokens = sum(r.num_computed for r in scheduler.running)
+        return {
+            "replica": self.events.replica_id,
+            "epoch": self.events.epoch,
+            "next_seq": self.events.next_seq,
+            "root": asdict(self.root),
+            "config": asdict(self.config),
+            "pages": {**self.pool.counts(), "tokens_held": held_tokens},
+            "load": load,
+            "steps": {
+                "count": self._num_steps,
+                "in_flight": len(self._flights),
+                "p50_ms": float(np.quantile(steps, 0.5)),
+                "p99_ms": float(np.quantile(steps, 0.99)),
+                "longest_ms": float(steps.max()),
+            },
+            "counters": {
+                **self.counters,
+                "preemptions": scheduler.num_preemptions,
+                "prefix_queries": scheduler.prefix_queries,
+                "prefix_hits": scheduler.prefix_hits,
+            },
+            "draining": self._draining,
+            "runner": self._runner.describe(),
+        }
+
+    def _audit(self) -> None:
+        self.scheduler.check_invariants()
+        self.events.check_invariants(self.pool.keys())
+        waiting = {id(r) for r in (*self.scheduler.running, *self.scheduler.waiting)}
+        queued = {id(r) for f, r in self._inbox if f == self._enqueue}
+        assert {id(r) for r in self._live.values()} == waiting | queued, "live and scheduled requests differ"
+
+
+def _answer(call: tuple[Callable[[], Any], Future[Any]]) -> None:
+    function, future = call
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

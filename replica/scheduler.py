@@ -1,0 +1,398 @@
+"""Who computes what in the next step: one token budget, handed out in one pass.
+
+Order of service. Every request has one key for life, ``arrival + priority * ageing_s``: a level of priority is worth
+``ageing_s`` seconds of waiting, so nobody is overtaken for ever, and a victim of preemption keeps its place.
+
+Bounds that hold whatever arrives:
+
+- A request that is admitted owns the pages of all its known tokens, so only decoding grows, by at most one page per
+  request and step, and over-admission can't make admitted prompts starve each other.
+- A victim has sampled since it was admitted, or it is the very request that needs the page. So every preemption is
+  paid for by a new token: preemptions <= tokens, and thrash can't happen.
+- A request that waited ``ageing_s`` and finds no room is not overtaken any more.
+- A long prompt gets at least min(long_prefill_tokens, what decoding leaves) tokens in each step it is first in line.
+- A request may wait for a page that another computes (single flight), but only for one that is admitted; admitted
+  requests wait for nobody, and whoever leaves, for whatever reason, gives its claims up.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from replica.batch import FROM_DEVICE, NULL_PAGE, Batch, Row
+from replica.config import ResolvedConfig
+from replica.page_pool import PagePool
+from replica.request import Request
+from replica.step_time import StepShape
+from router.wire import Load
+
+LOOKAHEAD = 16
+"""Waiting requests without room that admission looks past, in one step."""
+_NEWEST = np.array([FROM_DEVICE], dtype=np.int32)
+_NEWEST.flags.writeable = False
+_key = attrgetter("key")
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step: its batch, the request of each row, and its regressors for the step-time fit."""
+
+    batch: Batch
+    requests: list[Request]
+    shape: StepShape
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What is left to hand out in one step."""
+
+    budget: int
+    long_budget: int
+    grants: dict[Request, int] = field(default_factory=dict)
+    capped: list[Request] = field(default_factory=list)
+    num_prefills: int = 0
+    preempted: bool = False
+    shorts_wait: bool | None = None
+
+
+class Scheduler:
+    """Owns the waiting and running requests, their slots and their pages. Not thread-safe."""
+
+    def __init__(self, config: ResolvedConfig, pool: PagePool) -> None:
+        self.config = config
+        self.pool = pool
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.released_slots: list[int] = []
+        """Slots given up since the loop last told the runner."""
+        self.mask_faults: list[tuple[Request, str]] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        """Tokens looked up, and found, at first admissions."""
+        self._computing: dict[bytes, Request] = {}
+        self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._serial = 0
+        self._watermark = int(config.watermark * (pool.num_pages - 1)) if config.kv_cache_paging else 0
+
+    # --- requests come and go
+
+    def add(self, request: Request) -> int:
+        """Queues a request; returns how many of its pages are indexed now."""
+        request.key = (request.arrival + request.priority * self.config.ageing_s, self._serial)
+        self._serial += 1
+        hits = self.pool.match(request.hashes, self._hit_limit(request))
+        request.uncached_estimate = request.num_tokens - hits * self.config.page_size
+        insort(self.waiting, request, key=_key)
+        return hits
+
+    def remove(self, request: Request) -> None:
+        """The request is over, from whatever state."""
+        if request.slot >= 0:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+
+    def confirm(self, request: Request, end: int) -> None:
+        """KV of [0, end) has been written and read back as sound: its full pages may serve others."""
+        request.num_written = end
+        size = self.config.page_size
+        while request.publishing and request.num_published < end // size:
+            index = request.num_published
+            page_hash = request.hash_of(index, size)
+            page = int(request.table[index])
+            answer = self.pool.publish(page, page_hash, request.tail)
+            if answer == NULL_PAGE:
+                request.publishing = False
+                self._give_up_claims(request)
+                return
+            if self._computing.get(page_hash) is request:
+                del self._computing[page_hash]
+            if answer != page:
+                request.pins.append((index, answer))
+            request.tail = answer
+            request.num_published = index + 1
+
+    def retract(self, request: Request) -> None:
+        """What this request computed is in doubt: no page of it, nor any built upon one, serves others."""
+        for page_hash in request.hashes[request.num_hits :]:
+            if page := self.pool.lookup(page_hash):
+                self.pool.unpublish(page)
+                return
+
+    # --- one step
+
+    def schedule(self, step: int, now: float) -> Plan | None:
+        """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
+        turn = _Turn(self.config.chunk_size, self.config.long_prefill_tokens)
+        if self.config.prefill_priority == "high":
+            self._continue_prefills(turn)
+            self._admit(turn, now)
+            self._top_up(turn)
+            self._decode(turn)
+        else:
+            self._decode(turn)
+            self._continue_prefills(turn)
+            if not turn.preempted:
+                self._admit(turn, now)
+            self._top_up(turn)
+        return self._build(step, turn) if turn.grants else None
+
+    def _decode(self, turn: _Turn) -> None:
+        size = self.config.page_size
+        for request in self.running[:]:
+            total = request.num_tokens + request.num_pending
+            if total <= request.admitted_total or total >= request.max_total or request.slot < 0:
+                continue
+            if request.mask_source is not None and request.num_pending:
+                continue  # its next mask depends on a token that is still on the device
+            if turn.budget <= 0:
+                return
+            if request.num_computed >= request.num_pages * size and not self._grow(request, turn):
+                continue
+            turn.grants[request] = 1
+            turn.budget -= 1
+
+    def _grow(self, request: Request, turn: _Turn) -> bool:
+        """One more page, at the expense of the last in line if need be; False when that is the request itself."""
+        while not self.pool.num_available:
+            victim = next(r for r in reversed(self.running) if r is request or (r.is_decoding and r not in turn.grants))
+            self._preempt(victim)
+            turn.preempted = True
+            if victim is request:
+                return False
+        request.add_pages(self.pool.allocate(1))
+        return True
+
+    def _continue_prefills(self, turn: _Turn) -> None:
+        for request in self.running:
+            if not request.is_decoding:
+                self._grant_prefill(request, turn)
+
+    def _grant_prefill(self, request: Request, turn: _Turn) -> None:
+        remaining = request.num_total - request.num_computed
+        if turn.budget <= 0 or turn.num_prefills >= self.config.max_prefill_batch:
+            return
+        count = min(remaining, turn.budget)
+        if not self.config.chunked_prefill:
+            if count < remaining and turn.num_prefills:
+                return
+            count = remaining  # a prompt that is never cut may exceed the budget when it is the step's only one
+        elif self._is_capped(remaining, turn):
+            turn.capped.append(request)
+            count = min(count, turn.long_budget)
+            turn.long_budget -= count
+        if count > 0:
+            turn.grants[request] = count
+            turn.budget -= count
+            turn.num_prefills += 1
+
+    def _is_capped(self, remaining: int, turn: _Turn) -> bool:
+        """Whether a prefill of so many tokens must leave room, as shorter ones wait."""
+        cap = self.config.long_prefill_tokens
+        if remaining <= cap:
+            return False
+        if turn.shorts_wait is None:
+            turn.shorts_wait = any(not r.is_decoding and r.num_total - r.num_computed <= cap for r in self.running) or (
+                bool(self._free_slots) and any(r.uncached_estimate <= cap and not r.awaits for r in self.waiting[:64])
+            )
+        return turn.shorts_wait
+
+    def _top_up(self, turn: _Turn) -> None:
+        """What nobody shorter needed goes to the long prompts after all."""
+        for request in turn.capped:
+            granted = turn.grants.get(request, 0)
+            extra = min(turn.budget, request.num_total - request.num_computed - granted)
+            if granted and extra > 0:
+                turn.grants[request] = granted + extra
+                turn.budget -= extra
+
+    # --- admission and preemption
+
+    def _admit(self, turn: _Turn, now: float) -> None:
+        static = self.config.scheduler == "static"
+        if static and self.running:
+            return
+        num_blocked = num_admitted = 0
+        for request in self.waiting:
+            if not self._free_slots or num_blocked >= LOOKAHEAD:
+                break
+            if not static and (turn.budget <= 0 or turn.num_prefills >= self.config.max_prefill_batch):
+                break
+            if request.num_pending or (request.awaits and request.awaits in self._computing):
+                continue
+            if not static and not self._would_start(request, turn):
+                continue
+            if self._try_admit(request):
+                num_admitted += 1
+                self._grant_prefill(request, turn)
+            elif not request.awaits:
+                if now - request.arrival >= self.config.ageing_s:
+                    break
+                num_blocked += 1
+        if num_admitted:
+            self.waiting = [r for r in self.waiting if r.slot < 0]
+
+    def _would_start(self, request: Request, turn: _Turn) -> bool:
+        if not self.config.chunked_prefill:
+            return request.uncached_estimate <= turn.budget or not turn.num_prefills
+        return turn.long_budget > 0 or not self._is_capped(request.uncached_estimate, turn)
+
+    def _hit_limit(self, request: Request) -> int:
+        """Pages that may come from the index: at least one token must be computed to have logits, and
+        log-probabilities of the prompt need all of it."""
+        if not self.config.prefix_caching or (request.sampling.prompt_logprobs is not None and not request.announced):
+            return 0
+        return (request.num_tokens - 1) // self.config.page_size
+
+    def _try_admit(self, request: Request) -> bool:
+        """Takes slot and pages. False: no room, or (``awaits`` set) another request computes the next page."""
+        config, pool = self.config, self.pool
+        limit = self._hit_limit(request)
+        num_full = request.num_tokens // config.page_size if config.prefix_caching else 0
+        if num_full:
+            request.hash_of(num_full - 1, config.page_size)
+        num_hits = pool.match(request.hashes, limit)
+        request.awaits = b""
+        if num_hits < limit and request.hashes[num_hits] in self._computing:
+            request.awaits = request.hashes[num_hits]
+            return False
+        hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]]
+        tokens = request.num_tokens if config.kv_cache_paging else config.max_model_len
+        needed = config.pages_for(tokens) - num_hits
+        if needed + self._headroom(request, num_hits) > pool.num_available - pool.num_idle(hits):
+            return False
+        pool.acquire(hits)
+        fresh = pool.allocate(needed)
+        assert config.kv_cache_paging or fresh[-1] - fresh[0] == needed - 1, "a reservation is not contiguous"
+        request.table = np.array([*hits, *fresh, NULL_PAGE, NULL_PAGE], dtype=np.int32)
+        request.num_pages = num_hits + needed
+        request.num_hits = request.num_published = num_hits
+        request.tail = hits[-1] if hits else NULL_PAGE
+        request.publishing = config.prefix_caching
+        request.num_computed = request.num_written = num_hits * config.page_size
+        request.admitted_total = request.num_total
+        request.slot = self._free_slots.pop()
+        request.fresh = True
+        request.prompt_logprobs = []
+        for page_hash in request.hashes[num_hits:num_full]:
+            self._computing.setdefault(page_hash, request)
+        if request.num_cached is None:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += request.num_computed
+        insort(self.running, request, key=_key)
+        return True
+
+    def _headroom(self, request: Request, num_hits: int) -> int:
+        """Pages to leave for the growth of the running while this request is being prefilled."""
+        if not self.running or not self.config.kv_cache_paging:
+            return 0
+        num_tokens = request.num_tokens - num_hits * self.config.page_size
+        num_steps = 2 + num_tokens // self.config.long_prefill_tokens
+        return max(self._watermark, len(self.running) * self.config.pages_for(num_steps))
+
+    def _preempt(self, request: Request) -> None:
+        """Gives up the pages, not the tokens nor the place in line; the prefix cache often returns the pages."""
+        self._leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.num_computed = request.num_written = 0
+        request.uncached_estimate = request.num_tokens
+        insort(self.waiting, request, key=_key)
+
+    def _leave(self, request: Request) -> None:
+        # A launched step may still write these pages; later steps run after it on the device, so they may be reused.
+        self._give_up_claims(request)
+        self.pool.release(request.held_pages())
+        request.num_pages = request.num_published = 0
+        request.pins.clear()
+        self._free_slots.append(request.slot)
+        self.released_slots.append(request.slot)
+        request.slot = -1
+        self.running.remove(request)
+
+    def _give_up_claims(self, request: Request) -> None:
+        for page_hash in request.hashes[request.num_published :]:
+            if self._computing.get(page_hash) is request:
+                del self._computing[page_hash]
+
+    # --- rows
+
+    def _build(self, step: int, turn: _Turn) -> Plan | None:
+        plan = Plan(Batch(step, []), [], StepShape())
+        rows, requests, shape, size = plan.batch.rows, plan.requests, plan.shape, self.config.page_size
+        for request, count in turn.grants.items():
+            start, num_tokens = request.num_computed, request.num_tokens
+            end = start + count
+            total = num_tokens + request.num_pending
+            num_samples = 1 if end == total else 0
+            mask = None
+            if num_samples and request.mask_source is not None:
+                try:
+                    mask = request.mask_source.mask(num_samples)
+                except Exception as error:
+                    self.mask_faults.append((request, f"grammar: {error}"))
+                    continue
+            rows.append(
+                Row(
+                    request.slot,
+                    start,
+                    request.ids[start:end] if end <= num_tokens else _NEWEST,
+                    request.table[: (end + size - 1) // size],
+                    num_samples,
+                    request.sampling,
+                    request.fresh,
+                    request.ids[:num_tokens] if request.fresh else None,
+                    request.num_prompt,
+                    end - num_samples + 1,
+                    mask,
+                )
+            )
+            requests.append(request)
+            if total > request.admitted_total:
+                shape.context += end
+                shape.running += 1
+            else:
+                shape.prefill_tokens += count
+                shape.prefill_quad += count * (start + count / 2)
+            request.fresh = False
+            request.num_computed = end
+            request.num_pending += num_samples
+        return plan if rows else None
+
+    # --- views
+
+    def load(self, coefficients: tuple[float, float, float, float, float]) -> Load:
+        queued = sum(r.uncached_estimate for r in self.waiting)
+        waiting, context = len(self.waiting), 0
+        for request in self.running:
+            if request.is_decoding:
+                context += request.num_computed
+            else:
+                queued += request.num_total - request.num_computed
+            if not request.announced:
+                waiting += 1
+        free, evictable = self.pool.num_free, self.pool.num_cached
+        return Load(queued, len(self.running), waiting, context, free, evictable, coefficients)
+
+    def check_invariants(self) -> None:
+        """Exact audit of slots, references, queues and claims; raises AssertionError."""
+        self.pool.check_invariants()
+        assert self.running == sorted(self.running, key=_key) and self.waiting == sorted(self.waiting, key=_key)
+        slots = [r.slot for r in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.config.max_batch_size)), "slots lost or shared"
+        held: set[int] = set()
+        for request in self.running:
+            pages = request.held_pages()
+            assert len(set(pages)) == len(pages), f"{request.request_id} holds a page twice"
+            held.update(pages)
+            assert request.finish is None and request.num_written <= request.num_computed <= request.num_total
+            assert request.num_computed <= request.num_pages * self.config.page_size
+        assert len(held) == self.pool.num_held, "pages are held by nobody"
+        assert all(r.slot < 0 and not r.num_pages and not r.pins and r.finish is None for r in self.waiting)
+        assert all(r.slot >= 0 for r in self._computing.values()), "a page is claimed by a request that left"

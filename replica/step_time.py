@@ -1,0 +1,112 @@
+"""Online fit of what a step costs, in the terms the placement policy prices with.
+
+    ms = a * u + b * quad + t0 + k1 * context + k2 * running
+
+summed over a step's rows: u new prefill tokens, quad = sum of u_i * (c_i + u_i / 2) with c_i tokens of context before
+them (the attention's share), context = tokens attended by decoding rows, running = decoding rows.
+
+Recursive least squares in information form (Ljung, System Identification, 1999, section 11.2), with three departures.
+Steps with and without prefill forget separately, so an hour of pure decoding does not erase what prefill costs. Errors
+are relative, as predictions are judged in percent, and Huber-weighted, so a compile or a page fault moves little.
+Coefficients are kept non-negative by an active set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FORGET = 0.995
+"""Weight of a step after the next one of its kind: a memory of about 200 steps."""
+HUBER = 3.0
+"""Relative errors beyond so many mean absolute errors count linearly."""
+WARM = 20
+"""Steps of a kind before outliers are judged."""
+SOLVE_EVERY = 16
+"""Steps between solutions when nobody asks for one."""
+_SCALE = np.array([256.0, 256.0 * 1024.0, 1.0, 8192.0, 16.0])
+
+
+@dataclass(slots=True)
+class StepShape:
+    """The regressors of one step."""
+
+    prefill_tokens: int = 0
+    prefill_quad: float = 0.0
+    context: int = 0
+    running: int = 0
+
+
+class StepTimeModel:
+    """``prior``: a, b, t0, k1, k2 in ms before anything was measured; one measured step outweighs it."""
+
+    def __init__(self, prior: tuple[float, float, float, float, float] = (0.1, 0.0, 2.0, 0.0, 0.1)) -> None:
+        self._prior = np.array(prior) * _SCALE
+        self._moment = np.zeros((2, 5, 5))
+        self._cross = np.zeros((2, 5))
+        self._error = [1.0, 1.0]
+        self.num_steps = [0, 0]
+        """Steps seen without and with prefill."""
+        self._theta = self._prior
+        self._stale = 0
+
+    def update(self, shape: StepShape, ms: float) -> None:
+        """Learns from a step that took ``ms``."""
+        kind = 1 if shape.prefill_tokens else 0
+        features = _features(shape)
+        ms = max(ms, 1e-3)
+        weight = 1.0 / (ms * ms)
+        if self.num_steps[kind] >= WARM:
+            error = abs(float(features @ self._theta) - ms) / ms
+            limit = HUBER * self._error[kind]
+            if error > limit:
+                weight *= limit / error
+            # The clip lets the scale follow a lasting change of regime within tens of steps, not a single spike.
+            self._error[kind] += 0.05 * (min(error, 3 * limit) - self._error[kind])
+            self._error[kind] = max(self._error[kind], 0.01)
+        elif self.num_steps[kind] == WARM - 1:
+            self._error[kind] = 0.1
+        self._moment[kind] = FORGET * self._moment[kind] + weight * np.outer(features, features)
+        self._cross[kind] = FORGET * self._cross[kind] + (weight * ms) * features
+        self.num_steps[kind] += 1
+        self._stale += 1
+        if self._stale >= SOLVE_EVERY:
+            self._solve()
+
+    def predict(self, shape: StepShape) -> float:
+        """Milliseconds."""
+        return float(_features(shape) @ self._solve())
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """a, b, t0, k1, k2; milliseconds, non-negative."""
+        a, b, t0, k1, k2 = (self._solve() / _SCALE).tolist()
+        return a, b, t0, k1, k2
+
+    def _solve(self) -> np.ndarray:
+        if self._stale:
+            self._stale = 0
+            moment = self._moment.sum(0)
+            ridge = np.diag(1e-4 * moment.diagonal() + 1e-12)
+            self._theta = _non_negative(moment + ridge, self._cross.sum(0) + ridge @ self._prior)
+        return self._theta
+
+
+def _features(shape: StepShape) -> np.ndarray:
+    raw = (shape.prefill_tokens, shape.prefill_quad, 1.0, shape.context, shape.running)
+    return np.array(raw, dtype=np.float64) / _SCALE
+
+
+def _non_negative(moment: np.ndarray, cross: np.ndarray) -> np.ndarray:
+    """argmin x'Mx/2 - c'x subject to x >= 0, by dropping the most negative coefficient until none is left."""
+    active = list(range(len(cross)))
+    theta = np.zeros(len(cross))
+    while active:
+        solution = np.linalg.solve(moment[np.ix_(active, active)], cross[active])
+        worst = int(solution.argmin())
+        if solution[worst] >= 0:
+            theta[active] = solution
+            break
+        del active[worst]
+    return theta
