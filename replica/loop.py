@@ -20,10 +20,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from replica.batch import Row, Runner, Step, StepResult
 from replica.config import ResolvedConfig
@@ -31,9 +29,10 @@ from replica.events import EventLog
 from replica.page_pool import PagePool
 from replica.request import MaskFactory, Request, build_request
 from replica.scheduler import Plan, Scheduler
+from replica.status import Health, describe, probe
 from replica.step_time import StepTimeModel
 from router.pages import RootFields, key64
-from router.wire import Code, EventBatch, Finish, Logprob, Refusal, Snapshot, Submit, TokenDelta
+from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +40,6 @@ HEARTBEAT_S = 0.045
 """An event batch leaves at least this often, so that consumers see one every 50 ms."""
 ARRIVAL_POLL_S = 0.01
 """How late the loop may notice an arrival while a step runs and the next could still be launched."""
-HEALTH_FLOOR_S = 1.0
-"""No step and no answer of the loop counts as late before this."""
-FIRST_STEP_S = 120.0
-"""Grace of the first step, which may compile."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """``ok`` turns false within twice the longest recent step (at least HEALTH_FLOOR_S) of the last progress."""
-
-    ok: bool
-    reason: str
-    round_trip_ms: float
-    longest_step_ms: float
 
 
 @dataclass(slots=True)
@@ -93,7 +78,7 @@ class Engine:
         self.pool = PagePool(runner.num_pages, self.events, max_cached=cached)
         self.scheduler = Scheduler(self.config, self.pool)
         self.counters: Counter[str] = Counter()
-        self._runner = runner
+        self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
         self._on_deltas, self._on_events = on_deltas, on_events
         self._depth = 2 if config.async_scheduling else 1
@@ -105,13 +90,13 @@ class Engine:
         self._wake = threading.Event()
         self._gate = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = self._draining = False
+        self._stopping = self.draining = False
         self._fatal: str | None = None
         self._serials = itertools.count()
-        self._num_steps = 0
+        self.num_steps = 0
         self._last_done = self._last_emit = time.monotonic()
-        self._step_ms: deque[float] = deque(maxlen=1024)
-        self._coefficients = self.step_time.coefficients
+        self.step_ms: deque[float] = deque(maxlen=1024)
+        self._fit = self.step_time.coefficients
 
     # --- what other threads call
 
@@ -134,7 +119,7 @@ class Engine:
 
     def submit(self, owner: Any, request: Submit) -> None:
         """Takes the request or raises Refusal: invalid, overloaded or draining."""
-        if self._stopping or self._draining or self._fatal:
+        if self._stopping or self.draining or self._fatal:
             raise Refusal(Code.DRAINING, self._fatal or "this replica takes no new requests", retry_after_s=1.0)
         num_waiting = len(self._live) - len(self.scheduler.running)
         if num_waiting >= self.config.max_waiting:
@@ -143,7 +128,7 @@ class Engine:
                 f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",
                 retry_after_s=self._queue_seconds(),
             )
-        taken = build_request(request, owner, self.config, self._runner.vocab_size, time.monotonic(), self._masks)
+        taken = build_request(request, owner, self.config, self.runner.vocab_size, time.monotonic(), self._masks)
         key = (id(owner), request.request_id)
         if self._live.setdefault(key, taken) is not taken:
             raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
@@ -164,28 +149,19 @@ class Engine:
 
     def drain(self) -> None:
         """No new requests from now on; those taken are finished."""
-        self._draining = True
+        self.draining = True
 
     def idle(self) -> bool:
         return not self._live
 
     def health(self) -> Health:
         """A round trip through the loop, plus the age of the step that it waits for."""
-        longest = max(self._step_ms, default=0.0) / 1e3
-        limit = max(HEALTH_FLOOR_S, 2 * longest) if self._step_ms else FIRST_STEP_S
-        began = time.monotonic()
-        reason = self._fatal or ("stopped" if self._stopping or self._thread is None else "")
-        if not reason:
-            try:
-                stalled = self._ask(self._stalled_for, timeout=limit)
-                reason = f"a step has run for {stalled:.1f} s, the limit is {limit:.1f} s" if stalled > limit else ""
-            except TimeoutError:
-                reason = f"the loop did not answer in {limit:.1f} s"
-        return Health(not reason, reason or "ok", (time.monotonic() - began) * 1e3, longest * 1e3)
+        ended = self._fatal or ("the engine is stopped" if self._stopping or self._thread is None else None)
+        return probe(self._ask, self._stalled_for, self.step_ms, ended)
 
     def info(self) -> dict[str, Any]:
         """JSON-able state: config in force, pages, queue, step times, counters, the runner's description."""
-        return self._ask(self._describe)
+        return self._ask(lambda: describe(self))
 
     def check_invariants(self) -> None:
         """Exact audit of pages, references, queues and the event stream; raises AssertionError."""
@@ -204,8 +180,8 @@ class Engine:
         return future.result(timeout) if remote else function()
 
     def _queue_seconds(self) -> float:
-        load = self.scheduler.load(self._coefficients)
-        return min(60.0, max(1.0, load.queued_uncached_tokens * self._coefficients[0] / 1e3))
+        load = self.scheduler.load(self._fit)
+        return min(60.0, max(1.0, load.queued_uncached_tokens * self._fit[0] / 1e3))
 
     # --- the loop
 
@@ -261,9 +237,9 @@ class Engine:
     def _launch(self, now: float) -> bool:
         """Schedules and launches the next step; False when there is nothing to compute now."""
         scheduler = self.scheduler
-        plan = scheduler.schedule(self._num_steps, now)
+        plan = scheduler.schedule(self.num_steps, now)
         for slot in scheduler.released_slots:
-            self._runner.release(slot)
+            self.runner.release(slot)
         scheduler.released_slots.clear()
         for request, problem in scheduler.mask_faults:
             self._end(request, Finish.ERROR, problem)
@@ -274,9 +250,9 @@ class Engine:
                 raise RuntimeError(f"{len(scheduler.waiting)} waiting requests can't be scheduled")
             return False
         scheduler.mask_faults.clear()
-        self._num_steps += 1
+        self.num_steps += 1
         try:
-            self._flights.append(_Flight(plan, self._runner.launch(plan.batch), now))
+            self._flights.append(_Flight(plan, self.runner.launch(plan.batch), now))
         except Exception as error:
             self._fail(plan, error)
         return True
@@ -291,60 +267,65 @@ class Engine:
         now = time.monotonic()
         step_ms = (now - max(flight.launched, self._last_done)) * 1e3
         self._last_done = now
-        self._step_ms.append(step_ms)
+        self.step_ms.append(step_ms)
         self.step_time.update(flight.plan.shape, step_ms)
-        self.counters["prompt_tokens"] += flight.plan.shape.prefill_tokens
-        for index, (request, row) in enumerate(zip(flight.plan.requests, flight.plan.batch.rows, strict=True)):
+        plan, faults = flight.plan, result.faults
+        self.counters["prompt_tokens"] += plan.shape.prefill_tokens
+        before = len(self._deltas)
+        for index, (request, row) in enumerate(zip(plan.requests, plan.batch.rows, strict=True)):
             if request.finish is not None:
                 self.counters["wasted_tokens"] += row.num_samples
-            elif index in result.faults:
+            elif index in faults:
                 self.scheduler.retract(request)
-                self._end(request, Finish.ERROR, result.faults[index])
+                self._end(request, Finish.ERROR, faults[index])
             else:
                 self._advance(request, row, index, result)
+        self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
         """One sound row: its KV counts as written, its samples become tokens. Speculation plugs in here: of
         ``num_samples`` rows fewer ids may come back, and num_computed returns to the last accepted one."""
-        if request.slot >= 0:
-            self.scheduler.confirm(request, row.start + len(row.token_ids))
+        if request.slot >= 0:  # else preempted since: its pages are gone, its token is not
+            request.num_written = row.start + len(row.token_ids)
+            if request.num_written >= request.publish_at:
+                self.scheduler.publish(request)
         if result.prompt_logprobs and (chunk := result.prompt_logprobs[index]) is not None:
             request.prompt_logprobs.extend(chunk)
         if not row.num_samples:
             return
-        ids, finish = result.ids[index], None
         request.num_pending -= row.num_samples
+        ids, finish = result.ids[index], None
         for token_id in ids:
-            if not 0 <= token_id < self._runner.vocab_size:
+            suspect = not 0 <= token_id < self._vocab_size or request.mask_source is not None
+            if suspect and (problem := self._problem_with(request, token_id)):
                 self.scheduler.retract(request)
-                self._end(request, Finish.ERROR, f"sampled id {token_id} is outside the vocabulary")
+                self._end(request, Finish.ERROR, problem)
                 return
-            if request.mask_source is not None:
-                try:
-                    request.mask_source.accept(token_id)
-                except Exception as error:
-                    self._end(request, Finish.ERROR, f"grammar: {error}")
-                    return
             request.append(token_id)
             if token_id in request.stop_ids and request.num_emitted > request.sampling.min_tokens:
                 finish = Finish.STOP
             elif request.num_tokens >= request.max_total:
                 finish = Finish.LENGTH
-        self.counters["generated_tokens"] += len(ids)
-        self._deliver(request, ids, finish, result.logprobs[index] if result.logprobs else None)
-        if finish is not None:
-            self._forget(request, finish)
-
-    def _deliver(
-        self, request: Request, ids: list[int], finish: Finish | None, logprobs: list[Logprob] | None = None
-    ) -> None:
-        delta = TokenDelta(request.request_id, ids, finish, logprobs=logprobs)
+        logprobs = result.logprobs[index] if result.logprobs else None
+        delta = TokenDelta(request.request_id, ids, finish, None, logprobs)
+        self._deltas.append((request.owner, delta))
         if not request.announced:
             request.announced = True
             delta.num_cached = request.num_cached
             delta.prompt_logprobs = request.prompt_logprobs or None
             self.events.end(request.request_id)
-        self._deltas.append((request.owner, delta))
+        if finish is not None:
+            self._forget(request, finish)
+
+    def _problem_with(self, request: Request, token_id: int) -> str | None:
+        if not 0 <= token_id < self._vocab_size:
+            return f"sampled id {token_id} is outside the vocabulary of {self._vocab_size}"
+        if request.mask_source is not None:
+            try:
+                request.mask_source.accept(token_id)
+            except Exception as error:
+                return f"grammar: {error}"
+        return None
 
     # --- how requests begin and end
 
@@ -399,9 +380,9 @@ class Engine:
         if not (due or now or self.events.has_changes):
             return
         if due:
-            self._coefficients = self.step_time.coefficients
+            self._fit = self.step_time.coefficients
         self._last_emit = time.monotonic()
-        batch = self.events.emit(self.scheduler.load(self._coefficients))
+        batch = self.events.emit(self.scheduler.load(self._fit))
         try:
             self._on_events(batch)
         except Exception:
@@ -409,41 +390,12 @@ class Engine:
 
     def _take_snapshot(self) -> list[Snapshot]:
         self._emit(now=True)
-        return self.events.snapshot(self.pool.keys(), self.scheduler.load(self._coefficients))
+        return self.events.snapshot(self.pool.keys(), self.scheduler.load(self._fit))
 
     def _stalled_for(self) -> float:
         if not self._flights:
             return 0.0
         return time.monotonic() - max(self._flights[0].launched, self._last_done)
-
-    def _describe(self) -> dict[str, Any]:
-        scheduler, steps = self.scheduler, np.array(self._step_ms or [0.0])
-        load = asdict(scheduler.load(self.step_time.coefficients))
-        held_tokens = sum(r.num_computed for r in scheduler.running)
-        return {
-            "replica": self.events.replica_id,
-            "epoch": self.events.epoch,
-            "next_seq": self.events.next_seq,
-            "root": asdict(self.root),
-            "config": asdict(self.config),
-            "pages": {**self.pool.counts(), "tokens_held": held_tokens},
-            "load": load,
-            "steps": {
-                "count": self._num_steps,
-                "in_flight": len(self._flights),
-                "p50_ms": float(np.quantile(steps, 0.5)),
-                "p99_ms": float(np.quantile(steps, 0.99)),
-                "longest_ms": float(steps.max()),
-            },
-            "counters": {
-                **self.counters,
-                "preemptions": scheduler.num_preemptions,
-                "prefix_queries": scheduler.prefix_queries,
-                "prefix_hits": scheduler.prefix_hits,
-            },
-            "draining": self._draining,
-            "runner": self._runner.describe(),
-        }
 
     def _audit(self) -> None:
         self.scheduler.check_invariants()

@@ -83,12 +83,15 @@ class Request:
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32 block table, [0, num_pages) in use; replaced, not rewritten, at admission."""
     num_pages: int = 0
+    view: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """table[: num_pages]"""
     pins: list[tuple[int, int]] = field(default_factory=list)
     """(index in the table, page): equal pages that were indexed before ours; held so that residency stays closed."""
     num_published: int = 0
     tail: int = NULL_PAGE
     """The indexed page of index num_published - 1."""
-    publishing: bool = True
+    publish_at: int | float = inf
+    """num_written at which the next full page can be indexed; inf: never."""
 
     announced: bool = False
     """The first delta is out."""
@@ -124,6 +127,7 @@ class Request:
             self.table = grown
         self.table[self.num_pages : needed] = pages
         self.num_pages = needed
+        self.view = self.table[:needed]
 
     def hash_of(self, index: int, page_size: int) -> bytes:
         """Hash of full page ``index``, all of whose tokens are known; extends the chain as far as needed."""

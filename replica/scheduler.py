@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 
 import numpy as np
@@ -97,17 +98,16 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def confirm(self, request: Request, end: int) -> None:
-        """KV of [0, end) has been written and read back as sound: its full pages may serve others."""
-        request.num_written = end
+    def publish(self, request: Request) -> None:
+        """Full pages among the num_written tokens, read back as sound, may serve others from now on."""
         size = self.config.page_size
-        while request.publishing and request.num_published < end // size:
+        while request.num_written >= request.publish_at:
             index = request.num_published
             page_hash = request.hash_of(index, size)
             page = int(request.table[index])
             answer = self.pool.publish(page, page_hash, request.tail)
             if answer == NULL_PAGE:
-                request.publishing = False
+                request.publish_at = inf
                 self._give_up_claims(request)
                 return
             if self._computing.get(page_hash) is request:
@@ -116,6 +116,7 @@ class Scheduler:
                 request.pins.append((index, answer))
             request.tail = answer
             request.num_published = index + 1
+            request.publish_at += size
 
     def retract(self, request: Request) -> None:
         """What this request computed is in doubt: no page of it, nor any built upon one, serves others."""
@@ -129,33 +130,39 @@ class Scheduler:
     def schedule(self, step: int, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
         turn = _Turn(self.config.chunk_size, self.config.long_prefill_tokens)
+        decoding, prefilling = [], []
+        for request in self.running:
+            progressed = request.num_tokens + request.num_pending > request.admitted_total
+            (decoding if progressed else prefilling).append(request)
         if self.config.prefill_priority == "high":
-            self._continue_prefills(turn)
+            for request in prefilling:
+                self._grant_prefill(request, turn)
             self._admit(turn, now)
             self._top_up(turn)
-            self._decode(turn)
+            self._decode(decoding, turn)
         else:
-            self._decode(turn)
-            self._continue_prefills(turn)
+            self._decode(decoding, turn)
+            for request in prefilling:
+                self._grant_prefill(request, turn)
             if not turn.preempted:
                 self._admit(turn, now)
             self._top_up(turn)
         return self._build(step, turn) if turn.grants else None
 
-    def _decode(self, turn: _Turn) -> None:
-        size = self.config.page_size
-        for request in self.running[:]:
-            total = request.num_tokens + request.num_pending
-            if total <= request.admitted_total or total >= request.max_total or request.slot < 0:
+    def _decode(self, decoding: list[Request], turn: _Turn) -> None:
+        size, grants, room = self.config.page_size, turn.grants, turn.budget
+        for request in decoding:
+            if request.num_tokens + request.num_pending >= request.max_total or request.slot < 0:
                 continue
             if request.mask_source is not None and request.num_pending:
                 continue  # its next mask depends on a token that is still on the device
-            if turn.budget <= 0:
-                return
+            if room <= 0:
+                break
             if request.num_computed >= request.num_pages * size and not self._grow(request, turn):
                 continue
-            turn.grants[request] = 1
-            turn.budget -= 1
+            grants[request] = 1
+            room -= 1
+        turn.budget = room
 
     def _grow(self, request: Request, turn: _Turn) -> bool:
         """One more page, at the expense of the last in line if need be; False when that is the request itself."""
@@ -167,11 +174,6 @@ class Scheduler:
                 return False
         request.add_pages(self.pool.allocate(1))
         return True
-
-    def _continue_prefills(self, turn: _Turn) -> None:
-        for request in self.running:
-            if not request.is_decoding:
-                self._grant_prefill(request, turn)
 
     def _grant_prefill(self, request: Request, turn: _Turn) -> None:
         remaining = request.num_total - request.num_computed
@@ -271,9 +273,10 @@ class Scheduler:
         assert config.kv_cache_paging or fresh[-1] - fresh[0] == needed - 1, "a reservation is not contiguous"
         request.table = np.array([*hits, *fresh, NULL_PAGE, NULL_PAGE], dtype=np.int32)
         request.num_pages = num_hits + needed
+        request.view = request.table[: request.num_pages]
         request.num_hits = request.num_published = num_hits
         request.tail = hits[-1] if hits else NULL_PAGE
-        request.publishing = config.prefix_caching
+        request.publish_at = (num_hits + 1) * config.page_size if config.prefix_caching else inf
         request.num_computed = request.num_written = num_hits * config.page_size
         request.admitted_total = request.num_total
         request.slot = self._free_slots.pop()
@@ -338,12 +341,13 @@ class Scheduler:
                 except Exception as error:
                     self.mask_faults.append((request, f"grammar: {error}"))
                     continue
+            pages = request.view if end > (request.num_pages - 1) * size else request.view[: (end + size - 1) // size]
             rows.append(
                 Row(
                     request.slot,
                     start,
-                    request.ids[start:end] if end <= num_tokens else _NEWEST,
-                    request.table[: (end + size - 1) // size],
+                    _NEWEST if end > num_tokens else request.ids[start:end],
+                    pages,
                     num_samples,
                     request.sampling,
                     request.fresh,
@@ -371,10 +375,11 @@ class Scheduler:
         queued = sum(r.uncached_estimate for r in self.waiting)
         waiting, context = len(self.waiting), 0
         for request in self.running:
-            if request.is_decoding:
+            total = request.num_tokens + request.num_pending
+            if total > request.admitted_total:
                 context += request.num_computed
             else:
-                queued += request.num_total - request.num_computed
+                queued += total - request.num_computed
             if not request.announced:
                 waiting += 1
         free, evictable = self.pool.num_free, self.pool.num_cached

@@ -23,8 +23,8 @@ HUBER = 3.0
 """Relative errors beyond so many mean absolute errors count linearly."""
 WARM = 20
 """Steps of a kind before outliers are judged."""
-SOLVE_EVERY = 16
-"""Steps between solutions when nobody asks for one."""
+BLOCK = 16
+"""Steps taken in at once; a plain recursion would cost ten times as much Python per step."""
 _SCALE = np.array([256.0, 256.0 * 1024.0, 1.0, 8192.0, 16.0])
 
 
@@ -47,32 +47,45 @@ class StepTimeModel:
         self._cross = np.zeros((2, 5))
         self._error = [1.0, 1.0]
         self.num_steps = [0, 0]
-        """Steps seen without and with prefill."""
+        """Steps taken in without and with prefill."""
         self._theta = self._prior
-        self._stale = 0
+        self._pending: list[tuple[float, ...]] = []
 
     def update(self, shape: StepShape, ms: float) -> None:
-        """Learns from a step that took ``ms``."""
-        kind = 1 if shape.prefill_tokens else 0
-        features = _features(shape)
-        ms = max(ms, 1e-3)
-        weight = 1.0 / (ms * ms)
+        """Learns from a step that took ``ms``; the work is done once per BLOCK steps or when somebody asks."""
+        self._pending.append(
+            (shape.prefill_tokens, shape.prefill_quad, 1.0, shape.context, shape.running, max(ms, 1e-3))
+        )
+        if len(self._pending) >= BLOCK:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        block = np.array(self._pending)
+        self._pending.clear()
+        features, ms = block[:, :5] / _SCALE, block[:, 5]
+        for kind, chosen in enumerate((block[:, 0] == 0, block[:, 0] > 0)):
+            if chosen.any():
+                self._learn(kind, features[chosen], ms[chosen])
+        moment = self._moment.sum(0)
+        ridge = np.diag(1e-4 * moment.diagonal() + 1e-12)
+        self._theta = _non_negative(moment + ridge, self._cross.sum(0) + ridge @ self._prior)
+
+    def _learn(self, kind: int, features: np.ndarray, ms: np.ndarray) -> None:
+        weights = 1.0 / (ms * ms) * FORGET ** np.arange(len(ms) - 1, -1, -1)
         if self.num_steps[kind] >= WARM:
-            error = abs(float(features @ self._theta) - ms) / ms
+            errors = np.abs(features @ self._theta - ms) / ms
             limit = HUBER * self._error[kind]
-            if error > limit:
-                weight *= limit / error
+            weights *= np.minimum(1.0, limit / np.maximum(errors, 1e-9))
             # The clip lets the scale follow a lasting change of regime within tens of steps, not a single spike.
-            self._error[kind] += 0.05 * (min(error, 3 * limit) - self._error[kind])
+            typical = float(np.minimum(errors, 3 * limit).mean())
+            self._error[kind] += (1 - 0.95 ** len(ms)) * (typical - self._error[kind])
             self._error[kind] = max(self._error[kind], 0.01)
-        elif self.num_steps[kind] == WARM - 1:
+        elif self.num_steps[kind] + len(ms) >= WARM:
             self._error[kind] = 0.1
-        self._moment[kind] = FORGET * self._moment[kind] + weight * np.outer(features, features)
-        self._cross[kind] = FORGET * self._cross[kind] + (weight * ms) * features
-        self.num_steps[kind] += 1
-        self._stale += 1
-        if self._stale >= SOLVE_EVERY:
-            self._solve()
+        fade = FORGET ** len(ms)
+        self._moment[kind] = fade * self._moment[kind] + (features * weights[:, None]).T @ features
+        self._cross[kind] = fade * self._cross[kind] + (weights * ms) @ features
+        self.num_steps[kind] += len(ms)
 
     def predict(self, shape: StepShape) -> float:
         """Milliseconds."""
@@ -85,11 +98,8 @@ class StepTimeModel:
         return a, b, t0, k1, k2
 
     def _solve(self) -> np.ndarray:
-        if self._stale:
-            self._stale = 0
-            moment = self._moment.sum(0)
-            ridge = np.diag(1e-4 * moment.diagonal() + 1e-12)
-            self._theta = _non_negative(moment + ridge, self._cross.sum(0) + ridge @ self._prior)
+        if self._pending:
+            self._take_in()
         return self._theta
 
 

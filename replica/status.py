@@ -1,0 +1,92 @@
+"""What an engine says about itself: health for the controller, a description for ``/v1/engine`` and the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from replica.loop import Engine
+
+HEALTH_FLOOR_S = 1.0
+"""No step and no answer of the loop counts as late before this."""
+FIRST_STEP_S = 120.0
+"""Grace of the first step, which may compile."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """``ok`` turns false once nothing moved for twice the longest recent step (at least HEALTH_FLOOR_S)."""
+
+    ok: bool
+    reason: str
+    round_trip_ms: float
+    longest_step_ms: float
+
+
+def probe(
+    ask: Callable[..., Any], stalled_for: Callable[[], float], step_ms: Collection[float], ended: str | None
+) -> Health:
+    """``ask(function, timeout)`` runs a function on the loop; ``stalled_for`` is the age of the step it waits for."""
+    longest = max(list(step_ms), default=0.0) / 1e3
+    limit = max(HEALTH_FLOOR_S, 2 * longest) if step_ms else FIRST_STEP_S
+    began = time.monotonic()
+    reason = ended
+    if reason is None:
+        try:
+            stalled = ask(stalled_for, limit)
+            if stalled > limit:
+                reason = f"a step has run for {stalled:.1f} s; the limit is {limit:.1f} s"
+        except TimeoutError:
+            reason = f"the loop did not answer within {limit:.1f} s"
+    return Health(reason is None, reason or "ok", (time.monotonic() - began) * 1e3, longest * 1e3)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """JSON-able. Runs on the engine thread."""
+    scheduler, steps = engine.scheduler, np.array(engine.step_ms or [0.0])
+    return {
+        "replica": engine.events.replica_id,
+        "epoch": engine.events.epoch,
+        "next_seq": engine.events.next_seq,
+        "root": asdict(engine.root),
+        "config": asdict(engine.config),
+        "pages": {
+            **engine.pool.counts(),
+            "held_tokens": sum(request.num_computed for request in scheduler.running),
+        },
+        "load": asdict(scheduler.load(engine.step_time.coefficients)),
+        "steps": {
+            "count": engine.num_steps,
+            "p50_ms": float(np.quantile(steps, 0.5)),
+            "p99_ms": float(np.quantile(steps, 0.99)),
+            "longest_ms": float(steps.max()),
+        },
+        "counters": {
+            **dict.fromkeys(COUNTERS, 0),
+            **engine.counters,
+            "preemptions": scheduler.num_preemptions,
+            "prefix_queries": scheduler.prefix_queries,
+            "prefix_hits": scheduler.prefix_hits,
+        },
+        "draining": engine.draining,
+        "runner": engine.runner.describe(),
+    }
+
+
+COUNTERS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "wasted_tokens",
+    "failed_steps",
+    "finished_stop",
+    "finished_length",
+    "finished_abort",
+    "finished_deadline",
+    "finished_error",
+)
+"""Always present: tokens prefilled, sampled, sampled past an end; failed steps; requests by why they ended."""
