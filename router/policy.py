@@ -83,10 +83,12 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``ttft_ms`` is the predicted time to the first token; ``prefill_ms`` is P(u), what the request adds to Q."""
+    """``ttft_ms`` is the predicted time to the first token; ``prefill_ms`` is P(u), what the request adds to Q.
+    ``cached`` of its tokens are cached or pending on the chosen replica, ``best_cached`` on whichever has most."""
 
     replica: str
     cached: int
+    best_cached: int
     cost_ms: float
     queue_ms: float
     prefill_ms: float
@@ -153,4 +155,14 @@ def choose(
         chosen = next(entry for entry in tied if entry[4] is winner)
     cost_ms, own_ms, wait_ms, own_price, view = chosen
     cached = min(view.cached, num_tokens - 1)
-    return Decision(view.replica, cached, cost_ms, view.queue_ms, own_ms, wait_ms + own_ms, own_price, len(tied))
+    return Decision(
+        view.replica,
+        cached,
+        max(other.cached for other in views),
+        cost_ms,
+        view.queue_ms,
+        own_ms,
+        wait_ms + own_ms,
+        own_price,
+        len(tied),
+    )

@@ -183,6 +183,16 @@ class StreamState:
             return None
         return self._install(staging, chunk, now)
 
+    def on_heartbeat(self, epoch: int, seq: int, now: float) -> Ask | None:
+        """The replica says which batch it sent last; the connection is ordered, so we must be exactly there."""
+        if self.phase != Phase.SYNCED or epoch != self.epoch or seq == self.seq:
+            return None
+        if seq > self.seq:
+            self.counters.gaps += 1
+            return self._start_replay(now)
+        self.counters.stalls += 1
+        return self._start_snapshot(now)
+
     def tick(self, now: float) -> Ask | None:
         """Call every few tens of milliseconds; repeats what was not answered."""
         options = self._options

@@ -64,11 +64,13 @@ class Finish(StrEnum):
 
 
 class Code(StrEnum):
-    """Why a replica rejects a request. A router tries OVERLOADED and DRAINING elsewhere; INVALID never fits."""
+    """Why a replica rejects a request. A router tries OVERLOADED and DRAINING elsewhere; INVALID never fits; FAULT is
+    the engine's own."""
 
     INVALID = "invalid"
     OVERLOADED = "overloaded"
     DRAINING = "draining"
+    FAULT = "fault"
 
 
 class Refusal(Exception):

@@ -1,0 +1,381 @@
+"""The replica's end of the token plane: routers' connections on one side, the engine's thread on the other.
+
+The engine calls :meth:`TokenServer.on_deltas` and :meth:`TokenServer.on_events` from its own thread; both only append
+to a queue and wake the event loop once, so a step costs the engine a few microseconds whatever the batch. Per step
+and router one TOKENS frame goes out, and an event batch is encoded once for all routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from router.connection import Connection, ConnectionOptions
+from router.handshake import Peer, ReplicaHandshake, check_secret
+from router.pages import RootFields
+from router.wire import (
+    Code,
+    EventBatch,
+    Kind,
+    ProtocolError,
+    Refusal,
+    Snapshot,
+    Submit,
+    TokenDelta,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+
+class EnginePort(Protocol):
+    """What the server needs of :class:`replica.loop.Engine`. All thread-safe; ``owner`` is the connection."""
+
+    def submit(self, owner: Any, request: Submit) -> None:
+        """Raises Refusal."""
+        ...
+
+    def cancel(self, owner: Any, request_id: str) -> None: ...
+
+    def replay(self, from_seq: int) -> list[EventBatch] | None: ...
+
+    def snapshot(self) -> list[Snapshot]:
+        """May wait for the engine's loop."""
+        ...
+
+    def drain(self) -> None: ...
+
+    def idle(self) -> bool: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Seconds and bytes. ``event_backlog``: a router with more unsent misses event batches and catches up by replay
+    or snapshot; ``max_waiting`` (steps): the same when the event loop itself lags behind the engine."""
+
+    event_backlog: int = 1 << 20
+    max_waiting: int = 4096
+    max_handshakes: int = 64
+    max_routers: int = 256
+    first_batch_timeout_s: float = 60.0
+    connection: ConnectionOptions = field(default_factory=lambda: ConnectionOptions(heartbeat_s=0.05))
+
+
+class _Refusing(asyncio.Protocol):
+    """Too many connections, or too many that have not said who they are."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+class _Router:
+    """One connection. Its id is the owner of its requests in the engine, so nothing outlives it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.requests: set[str] = set()
+        self.repairing = False
+        self.skipped_batches = 0
+
+
+class TokenServer:
+    """``limits``: ints told to every router (max_model_len, max_batch_size, num_pages, page_size, chunk_size)."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        replica_id: str,
+        root: RootFields,
+        limits: dict[str, int],
+        engine: EnginePort | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self._secret = check_secret(secret)
+        self._replica_id = replica_id
+        self._root = root
+        self._limits = dict(limits)
+        self._engine = engine
+        self._options = options or ServerOptions()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: asyncio.Server | None = None
+        self._routers: dict[Connection, _Router] = {}
+        self._handshaking: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._first_batch = asyncio.Event()
+        self._epoch = 0
+        self._seq = 0
+        self._batch_at = time.monotonic()
+        self._outbox: deque[list[tuple[Any, TokenDelta]] | EventBatch] = deque()
+        self._woken = False
+        self._handlers: dict[int, Callable[[_Router, list[Any]], None]] = {
+            Kind.SUBMIT: self._on_submit,
+            Kind.CANCEL: self._on_cancel,
+            Kind.PING: self._on_ping,
+            Kind.REPLAY: self._on_replay,
+            Kind.SNAPSHOT_REQUEST: self._on_snapshot_request,
+            Kind.INSPECT: self._on_inspect,
+        }
+
+    # --- life
+
+    def attach(self, engine: EnginePort) -> None:
+        """Give it the engine, whose callbacks need the server first. Before :meth:`start`."""
+        self._engine = engine
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Serve on the node's address once the engine has spoken; returns (host, port) as bound.
+
+        Raises TimeoutError when the engine's first event batch doesn't come, OSError when the address can't be bound.
+        """
+        assert self._engine is not None, "attach an engine first"
+        self._loop = asyncio.get_running_loop()
+        self._wake()
+        await asyncio.wait_for(self._first_batch.wait(), self._options.first_batch_timeout_s)
+        self._server = await self._loop.create_server(self._accept, host, port)
+        bound = self._server.sockets[0].getsockname()
+        return bound[0], bound[1]
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Tell routers to send nothing new and wait for what runs; True when all of it ended in time."""
+        assert self._engine is not None and self._loop is not None
+        if not self._draining:
+            self._draining = True
+            self._engine.drain()
+            for router in self._routers.values():
+                router.connection.send(encode(Kind.DRAINING))
+        until = self._loop.time() + timeout_s
+        while not self._quiet():
+            if self._loop.time() >= until:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def _quiet(self) -> bool:
+        assert self._engine is not None
+        unsent = any(router.requests or router.connection.unsent for router in self._routers.values())
+        return self._engine.idle() and not self._outbox and not unsent
+
+    async def close(self) -> None:
+        """Drop every connection; the engine is told to cancel what they had running."""
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._routers, *self._handshaking]:
+            connection.close("the replica closes")
+        await asyncio.sleep(0)
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _accept(self) -> asyncio.Protocol:
+        if len(self._handshaking) >= self._options.max_handshakes or len(self._routers) >= self._options.max_routers:
+            return _Refusing()
+        connection = Connection(self._greet, self, self._options.connection)
+        self._handshaking.add(connection)
+        return connection
+
+    def _greet(self) -> ReplicaHandshake:
+        return ReplicaHandshake(self._secret, self._replica_id, self._epoch, self._root, self._limits)
+
+    # --- from the engine's thread
+
+    def on_deltas(self, deltas: list[tuple[Any, TokenDelta]]) -> None:
+        """One step's deltas with their owners. Any thread; never blocks."""
+        self._outbox.append(deltas)
+        self._wake()
+
+    def on_events(self, batch: EventBatch) -> None:
+        """The next batch of the event stream. Any thread; never blocks. The batch must not change afterwards."""
+        if len(self._outbox) < self._options.max_waiting:
+            self._outbox.append(batch)
+        self._wake()
+
+    def _wake(self) -> None:
+        # a lost race costs one superfluous wake-up; a set flag always has a flush behind it
+        loop = self._loop
+        if self._woken or loop is None:
+            return
+        self._woken = True
+        try:
+            loop.call_soon_threadsafe(self._flush)
+        except RuntimeError:
+            self._woken = False  # the loop is closed: nobody is left to tell
+
+    # --- to the routers
+
+    def _flush(self) -> None:
+        self._woken = False
+        outbox = self._outbox
+        frames: dict[_Router, list[list[Any]]] = {}
+        for _ in range(len(outbox)):
+            item = outbox.popleft()
+            if isinstance(item, EventBatch):
+                self._send_deltas(frames)
+                self._send_events(item)
+            else:
+                self._collect(item, frames)
+        self._send_deltas(frames)
+
+    def _collect(self, deltas: list[tuple[Any, TokenDelta]], frames: dict[_Router, list[list[Any]]]) -> None:
+        for owner, delta in deltas:
+            router: _Router = owner
+            if delta.finish is not None:
+                router.requests.discard(delta.request_id)
+            frames.setdefault(router, []).append(delta.to_wire())
+
+    def _send_deltas(self, frames: dict[_Router, list[list[Any]]]) -> None:
+        for router, deltas in frames.items():
+            router.connection.send(encode(Kind.TOKENS, deltas))
+        frames.clear()
+
+    def _send_events(self, batch: EventBatch) -> None:
+        self._epoch, self._seq, self._batch_at = batch.epoch, batch.seq, time.monotonic()
+        self._first_batch.set()
+        if not self._routers:
+            return
+        frame = batch.to_frame()
+        for router in self._routers.values():
+            if router.connection.unsent > self._options.event_backlog:
+                router.skipped_batches += 1
+            else:
+                router.connection.send(frame)
+
+    # --- router.connection.Handler
+
+    def on_open(self, connection: Connection, peer: Peer) -> None:
+        self._handshaking.discard(connection)
+        self._routers[connection] = _Router(connection)
+        if self._draining:
+            connection.send(encode(Kind.DRAINING))
+        log.info("router %s connected from %s", peer.name, connection.address)
+
+    def on_frame(self, connection: Connection, frame: list[Any]) -> None:
+        router = self._routers.get(connection)
+        handle = self._handlers.get(frame[0])
+        if router is None or handle is None:
+            return
+        try:
+            handle(router, frame)
+        except (IndexError, ValueError) as error:
+            raise ProtocolError(f"bad frame of kind {frame[0]}: {error}") from error
+
+    def on_close(self, connection: Connection, reason: str, refused: bool) -> None:
+        self._handshaking.discard(connection)
+        router = self._routers.pop(connection, None)
+        if router is None:
+            log.warning("no router behind %s: %s", connection.address, reason)
+            return
+        assert self._engine is not None
+        log.info("router at %s is gone (%s); %d requests cancelled", connection.address, reason, len(router.requests))
+        for request in router.requests:
+            self._engine.cancel(router, request)
+        router.requests.clear()
+
+    def idle_frame(self, connection: Connection) -> bytes:
+        return self._pong(None)
+
+    def _pong(self, echo: Any) -> bytes:
+        silent_ms = int((time.monotonic() - self._batch_at) * 1e3)
+        return encode(Kind.PONG, echo, self._epoch, self._seq, silent_ms)
+
+    # --- frames
+
+    def _on_submit(self, router: _Router, frame: list[Any]) -> None:
+        assert self._engine is not None
+        request = frame[1]
+        if not isinstance(request, str):
+            raise ProtocolError("SUBMIT without a request id")
+        try:
+            submit = Submit.from_frame(frame)
+            if self._draining:
+                raise Refusal(Code.DRAINING, "this replica drains")
+            if request in router.requests:
+                raise Refusal(Code.INVALID, f"request id {request!r} is running already", "request_id")
+            self._engine.submit(router, submit)
+        except ProtocolError as error:
+            router.connection.send(Refusal(Code.INVALID, str(error)).to_frame(request))
+        except Refusal as refusal:
+            router.connection.send(refusal.to_frame(request))
+        except Exception as error:  # one request's fault ends that request only
+            log.exception("submitting %s failed", request)
+            router.connection.send(Refusal(Code.FAULT, f"the engine failed on it: {error!r}").to_frame(request))
+        else:
+            router.requests.add(request)
+            router.connection.send(encode(Kind.ACCEPT, request))
+
+    def _on_cancel(self, router: _Router, frame: list[Any]) -> None:
+        assert self._engine is not None
+        request = frame[1]
+        if isinstance(request, str) and request in router.requests:
+            router.requests.discard(request)
+            self._engine.cancel(router, request)
+
+    def _on_ping(self, router: _Router, frame: list[Any]) -> None:
+        router.connection.send(self._pong(frame[1]))
+
+    def _on_replay(self, router: _Router, frame: list[Any]) -> None:
+        from_seq = frame[1]
+        if type(from_seq) is not int:
+            raise ProtocolError("REPLAY without a seq")
+        self._repair(router, from_seq)
+
+    def _on_snapshot_request(self, router: _Router, frame: list[Any]) -> None:
+        self._repair(router, None)
+
+    def _repair(self, router: _Router, from_seq: int | None) -> None:
+        """Answer off the event loop: a snapshot may wait for the engine. One at a time per router."""
+        if not router.repairing:
+            router.repairing = True
+            self._spawn(self._answer_repair(router, from_seq))
+
+    async def _answer_repair(self, router: _Router, from_seq: int | None) -> None:
+        engine = self._engine
+        assert engine is not None
+        try:
+            answer: Sequence[EventBatch | Snapshot] | None = None
+            if from_seq is not None:
+                answer = await asyncio.to_thread(engine.replay, from_seq)
+            if answer is None:
+                answer = await asyncio.to_thread(engine.snapshot)
+            for part in answer:
+                if not router.connection.send(part.to_frame()):
+                    return
+        finally:
+            router.repairing = False
+
+    def _on_inspect(self, router: _Router, frame: list[Any]) -> None:
+        tag = frame[1]
+        if type(tag) is not int:
+            raise ProtocolError("INSPECT without a tag")
+        self._spawn(self._answer_inspect(router, tag))
+
+    async def _answer_inspect(self, router: _Router, tag: int) -> None:
+        assert self._engine is not None
+        info = await asyncio.to_thread(self._engine.info)
+        try:
+            frame = encode(Kind.INFO, tag, info)
+        except (TypeError, ValueError, OverflowError) as error:
+            frame = encode(Kind.INFO, tag, {"error": f"the engine's description can't be sent: {error}"})
+        router.connection.send(frame)
+
+    def _spawn(self, coroutine: Any) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("token plane: an answer failed", exc_info=error)
+
+    def check_invariants(self) -> None:
+        assert all(connection is router.connection for connection, router in self._routers.items())
+        assert not self._handshaking & self._routers.keys()
