@@ -164,12 +164,15 @@ class TokenServer:
         unsent = any(router.requests or router.connection.unsent for router in self._routers.values())
         return self._engine.idle() and not self._outbox and not unsent
 
-    async def close(self) -> None:
-        """Drop every connection; the engine is told to cancel what they had running."""
+    async def close(self, *, abort: bool = False) -> None:
+        """End every connection, with what is unsent unless ``abort``; the engine cancels what they had running."""
         if self._server is not None:
             self._server.close()
         for connection in [*self._routers, *self._handshaking]:
-            connection.close("the replica closes")
+            if abort:
+                connection.abort("the replica closes")
+            else:
+                connection.close("the replica closes")
         await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
