@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from replica.config import EngineConfig
+from router.api.options import ApiOptions
+from router.dispatch import DispatchOptions
+from router.streams import StreamsOptions
 
 
-class AppConfig(EngineConfig):
-    """The engine's options flat beside the cluster's own. Every field has a default; unknown keys are refused."""
+class AppConfig(EngineConfig, ApiOptions):
+    """The engine's and the API's options flat beside the cluster's own.
+
+    Every field has a default; unknown keys are refused. Lists may be given as comma-separated text.
+    """
 
     model: str | None = None
     """A hub id, a directory of safetensors or a .gguf file; none: the embedded default (SmolLM2-135M-Instruct).
@@ -26,19 +32,25 @@ class AppConfig(EngineConfig):
     """CPUs that Ray books for a replica; auto: 1 on a GPU, else 0.1 (engine threads are set by ``threads``)."""
     replica_gpus: float | Literal["auto"] = "auto"
     """GPUs that Ray books for a replica; auto: 1 when ``device`` is (or resolves to) cuda, else 0."""
+    router_resource: str | None = None
+    """Custom Ray resource that a node must offer to get routers; none: any node."""
+    replica_resource: str | None = None
+    """Custom Ray resource that a node must offer to get replicas; none: any node."""
 
     token_plane_host: str = "auto"
     """Address on which a replica's token plane listens; auto: its node's address in the Ray cluster."""
+    token_plane_ports: str = Field("0", pattern=r"^\d{1,5}(-\d{1,5})?$")
+    """Port, or first-last, of which a replica takes the first that is free; 0: any."""
     drain_timeout_s: float = Field(120.0, gt=0, le=3600)
     """A replica or router that is asked to leave may finish its streams for so long, seconds."""
     health_period_s: float = Field(2.0, gt=0, le=60)
     """Seconds between Serve's health checks of a replica."""
-    stall_s: float = Field(30.0, gt=0)
-    """A replica is unhealthy when its engine loop has not answered for so long, seconds."""
-    max_inflight: int = Field(4096, ge=1)
-    """Requests that one router has in the cluster at a time; one more gets 429."""
-    max_body_bytes: int = Field(8 << 20, ge=1024)
-    """Longest request body, bytes."""
+    admit_wait_s: float = Field(5.0, ge=0)
+    """A new request waits so long for a replica when none is admitted, then gets 503; seconds."""
+    resume_wait_s: float = Field(60.0, ge=0)
+    """A stream that lost its replica waits so long for another before it ends with an error; seconds."""
+    max_ttft_s: float = Field(300.0, gt=0)
+    """A request whose first token is predicted later than this is refused with 429; seconds."""
 
     @model_validator(mode="before")
     @classmethod
@@ -54,10 +66,13 @@ class AppConfig(EngineConfig):
     @classmethod
     def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
         """``key=value`` gives text and YAML gives booleans, while a Literal takes only the exact value."""
-        choices = get_args(cls.model_fields[str(info.field_name)].annotation)
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        choices = get_args(annotation)
         if isinstance(value, bool) and "true" in choices:
             return str(value).lower()
         if isinstance(value, str):
+            if get_origin(annotation) is tuple:
+                return tuple(item.strip() for item in value.split(",") if item.strip())
             if type(None) in choices and value.strip().lower() in ("", "none"):
                 return None
             if any(type(choice) is int for choice in choices) and value.isdecimal():
@@ -71,9 +86,35 @@ class AppConfig(EngineConfig):
             raise ValueError(f"{value} is negative")
         return value
 
+    @field_validator("token_plane_ports")
+    @classmethod
+    def _ports_are_a_range(cls, value: str) -> str:
+        first, last = port_range(value)
+        if not 0 <= first <= last < 1 << 16:
+            raise ValueError(f"{value!r} is no port range; first-last within 0-65535 is needed")
+        return value
+
     def engine(self) -> EngineConfig:
         """The engine's share."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+    def dispatch(self) -> DispatchOptions:
+        """The router's share."""
+        return DispatchOptions(
+            streams=StreamsOptions(
+                admit_wait_s=self.admit_wait_s, resume_wait_s=self.resume_wait_s, max_ttft_s=self.max_ttft_s
+            )
+        )
+
+    def api(self) -> ApiOptions:
+        """The HTTP surface's share."""
+        return ApiOptions(**{name: getattr(self, name) for name in ApiOptions.model_fields})
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """ "7400-7463" or "0" as (first, last)."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
 
 
 def unknown_option(key: str, known: Any) -> str:

@@ -129,7 +129,7 @@ class Launch:
             while time.monotonic() < deadline and child.poll() is None and not self._signals:
                 try:
                     state = client.get(f"{self.url}/ready")
-                    if state.status_code == 200 and len(client.get(f"{self.url}/v1/engine").json()["replicas"]):
+                    if state.status_code == 200 and len(client.get(f"{self.url}/v1/engine").json()["data"]):
                         return True
                 except (httpx.HTTPError, ValueError, KeyError):
                     pass

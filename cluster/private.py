@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -25,7 +26,7 @@ class PrivateCluster:
     """
 
     def __init__(
-        self, *, haproxy: bool, num_cpus: float = 8, home: Path | None = None, extra: Mapping[str, str] | None = None
+        self, *, haproxy: bool, num_cpus: int = 8, home: Path | None = None, extra: Mapping[str, str] | None = None
     ) -> None:
         self.haproxy = haproxy
         self._num_cpus = num_cpus
@@ -66,7 +67,7 @@ class PrivateCluster:
             include_dashboard=False,
             object_store_memory=100 << 20,
             _temp_dir=str(self._root),
-            logging_level="error",
+            logging_level=logging.ERROR,
             log_to_driver=False,
         )
         host = "0.0.0.0" if self.haproxy else "127.0.0.1"
@@ -115,7 +116,7 @@ def wait_ready(url: str, replicas: int, timeout_s: float = 120.0) -> None:
         while time.monotonic() < deadline:
             try:
                 if (response := client.get(f"{url}/ready")).status_code == 200:
-                    last = engines = client.get(f"{url}/v1/engine").json()["replicas"]
+                    last = engines = client.get(f"{url}/v1/engine").json()["data"]
                     if len(engines) >= replicas:
                         return
                 else:

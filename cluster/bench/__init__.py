@@ -8,9 +8,10 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 app = typer.Typer(help="Measure the engine or the serving path.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -36,3 +37,21 @@ def _cpu_model() -> dict[str, str]:
         if line.startswith("model name"):
             return {"cpu": line.partition(":")[2].strip()}
     return {}
+
+
+@app.command(epilog="Example: everwarm bench serve --streams 32 --tokens 128 --json serve.json")
+def serve(
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the streams are repeated.")] = 2,
+    haproxy: Annotated[bool, typer.Option("--haproxy/--no-haproxy", help="HTTP edge.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """Server CPU per token, time to first token and chunk lateness against a stub engine. Exit 1: goals missed."""
+    from cluster.bench import serve as bench
+
+    console = Console()
+    figures = bench.run(bench.Workload(streams=streams, tokens=tokens, rounds=rounds, haproxy=haproxy), console)
+    bench.show(figures, console)
+    report(figures, bench.UNITS, json_path)
+    raise typer.Exit(0 if bench.holds(figures) else 1)

@@ -1,0 +1,62 @@
+"""The stub engine behind ``model=stub:10ms``: paced, free of arithmetic, with readable text. For benches only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.checkpoint import Checkpoint, load_card
+from replica.batch import Batch, StepResult
+from replica.config import DeviceFacts, EngineConfig, ModelFacts, ResolvedConfig, resolve
+from replica.stub import StubRunner
+
+NUM_PAGES = 16384
+
+
+class _ReadableStep:
+    """Maps a step's ids onto ``ids``, whose text is whole printable ASCII: one event per token, none held back."""
+
+    def __init__(self, step: object, ids: list[int]) -> None:
+        self._step, self._ids = step, ids
+
+    def wait(self, timeout: float) -> bool:
+        return bool(self._step.wait(timeout))  # type: ignore[attr-defined]
+
+    def result(self) -> StepResult:
+        result: StepResult = self._step.result()  # type: ignore[attr-defined]
+        readable = self._ids
+        return replace(result, ids=[[readable[i % len(readable)] for i in row] for row in result.ids])
+
+
+class ReadableStub(StubRunner):
+    """A StubRunner without fake KV whose output is words of the tokenizer."""
+
+    def __init__(self, ids: list[int], *, vocab_size: int, max_model_len: int, page_size: int, step_ms: float) -> None:
+        super().__init__(
+            num_pages=NUM_PAGES,
+            page_size=page_size,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            step_ms=step_ms,
+            content=False,
+        )
+        self._ids = ids
+
+    def launch(self, batch: Batch) -> _ReadableStep:  # type: ignore[override]
+        return _ReadableStep(super().launch(batch), self._ids)
+
+
+def open_stub(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedConfig, ReadableStub]:
+    """A runner paced at ``checkpoint.step_ms`` per step, with the default model's vocabulary."""
+    card = load_card(checkpoint, ("stub",))
+    facts = ModelFacts(card.max_model_len, num_layers=1, num_kv_heads=1, head_dim=1)
+    resolved = resolve(config.model_copy(update={"max_num_pages": NUM_PAGES}), facts, DeviceFacts())
+    tokens = enumerate(card.tokenizer.token_bytes)
+    ids = [i for i, raw in tokens if raw.removeprefix(b" ").isalpha() and i not in card.tokenizer.special_ids]
+    runner = ReadableStub(
+        ids,
+        vocab_size=card.vocab_size,
+        max_model_len=resolved.max_model_len,
+        page_size=resolved.page_size,
+        step_ms=checkpoint.step_ms,
+    )
+    return resolved, runner

@@ -1,0 +1,72 @@
+"""The Serve actor around one engine: starts it, opens the token plane, proves that the loop advances, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+from replica.loop import Engine
+from replica.server import TokenServer
+
+log = logging.getLogger("everwarm.replica")
+
+METADATA_KEY = "token_plane"
+"""Key of [host, port] in what a replica advertises through Serve."""
+
+
+class ReplicaActor:
+    """One engine replica.
+
+    ``make`` gets the replica's name, runs in a thread (it may load weights for minutes) and returns engine and token
+    server, neither started. ``ports``: first and last port to try.
+    """
+
+    async def __init__(
+        self,
+        make: Callable[[str], tuple[Engine, TokenServer]],
+        host: str,
+        ports: tuple[int, int],
+        drain_timeout_s: float,
+    ) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._engine, self._server = await asyncio.to_thread(make, self._name)
+        self._engine.start()
+        self._address = await self._listen(ray.util.get_node_ip_address() if host == "auto" else host, ports)
+        log.info("replica %s serves tokens at %s:%d, pid %d", self._name, *self._address, os.getpid())
+
+    async def _listen(self, host: str, ports: tuple[int, int]) -> tuple[str, int]:
+        """Raises OSError when no port of the range is free."""
+        first, last = ports
+        for port in range(first, last + 1):
+            try:
+                return await self._server.start(host, port)
+            except OSError as error:
+                if port == last:
+                    raise OSError(f"no free port in {first}-{last} on {host}: {error}") from error
+        raise AssertionError("unreachable: an empty port range is refused by AppConfig")
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Called by Serve once, when the replica is up; routers read it from their membership feed."""
+        return {METADATA_KEY: list(self._address)}
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises RuntimeError when the engine loop does not advance."""
+        health = await asyncio.to_thread(self._engine.health)
+        if not health.ok:
+            raise RuntimeError(f"replica {self._name}: {health.reason}")
+
+    async def __del__(self) -> None:
+        """Called and awaited by Serve before it ends the process: streams finish first, as Serve can't see them."""
+        if not hasattr(self, "_address"):
+            return
+        if not await self._server.drain(self._drain_timeout_s):
+            log.warning("replica %s: streams were still running after %.0f s", self._name, self._drain_timeout_s)
+        await self._server.close()
+        await asyncio.to_thread(self._engine.stop)
