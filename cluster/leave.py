@@ -15,11 +15,14 @@ from typing import Any
 import ray
 from ray._private import services
 from ray._raylet import GcsClient
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 POLL_S = 0.5
 RPC_TIMEOUT_S = 10.0
+# Made at run time by protobuf, so a type checker can't see them.
+ALIVE: int = getattr(gcs_pb2, "GcsNodeInfo").ALIVE  # noqa: B009
+DEAD: int = getattr(gcs_pb2, "GcsNodeInfo").DEAD  # noqa: B009
+PREEMPTION: int = getattr(autoscaler_pb2, "DRAIN_NODE_REASON_PREEMPTION")  # noqa: B009
 
 
 class CannotLeave(Exception):
@@ -33,7 +36,7 @@ class Departure:
     The only user of Ray's drain call, which has no public name in Python.
     """
 
-    address: str | None = None
+    address: str = "auto"
     node_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +51,8 @@ class Departure:
     def begin(self, timeout_s: float) -> None:
         """Mark the node as draining. Raises CannotLeave."""
         deadline_ms = int((time.time() + timeout_s) * 1000)
-        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         try:
-            accepted, why = self._gcs.drain_node(self.node_id, reason, "the pod is going away", deadline_ms)
+            accepted, why = self._gcs.drain_node(self.node_id, PREEMPTION, "the pod is going away", deadline_ms)
         except Exception as error:
             raise CannotLeave(f"the drain request failed: {error}") from error
         if not accepted:
@@ -61,7 +63,7 @@ class Departure:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                if self._state() != GcsNodeInfo.ALIVE:
+                if self._state() != ALIVE:
                     return True
             except Exception as error:
                 print(f"lost the control plane: {error}", file=sys.stderr)
@@ -74,14 +76,14 @@ class Departure:
 
     def _state(self) -> int:
         states = {node_id.hex(): info.state for node_id, info in self._nodes().items()}
-        return states.get(str(self.node_id), GcsNodeInfo.DEAD)
+        return states.get(str(self.node_id), DEAD)
 
     def _own_node(self) -> str:
         address = ray.util.get_node_ip_address()
         alive = [
             node_id.hex()
             for node_id, info in self._nodes().items()
-            if info.state == GcsNodeInfo.ALIVE and info.node_manager_address == address
+            if info.state == ALIVE and info.node_manager_address == address
         ]
         if len(alive) != 1:
             raise CannotLeave(f"{len(alive)} live Ray nodes at {address}; name one with --node-id")
@@ -92,7 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0: the node has left. 1: it had not when the time was up. 2: it could not be asked to."""
     parser = argparse.ArgumentParser(prog="python -m cluster.leave", description=__doc__)
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds to wait for the node to be gone")
-    parser.add_argument("--address", help="host:port of Ray's control plane; default: RAY_ADDRESS or the local node's")
+    parser.add_argument(
+        "--address", default="auto", help="host:port of Ray's control plane; default: RAY_ADDRESS or the local node's"
+    )
     parser.add_argument("--node-id", help="hex id of the node; default: the one at this machine's address")
     options = parser.parse_args(argv)
     started = time.monotonic()

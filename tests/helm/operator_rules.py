@@ -83,8 +83,10 @@ def groups(service: Object, spec: Object, cluster: Object) -> Iterator[str]:
         if "labels" in params:
             yield f"{name}: rayStartParams.labels"
         if params.get("resources"):
-            # The shell takes the outer quotes away; Ray then parses JSON.
-            json.loads(params["resources"].removeprefix('"').removesuffix('"').replace("\\", ""))
+            try:
+                json.loads(params["resources"].strip("'\"` "))
+            except ValueError:
+                yield f"{name}: KubeRay can't read rayStartParams.resources {params['resources']}"
     for group in cluster.get("workerGroupSpecs", []):
         name, low, high = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")
         if not scaled and (low is None or high is None):

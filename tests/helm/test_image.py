@@ -113,7 +113,9 @@ def test_install_steps(tmp_path: Path) -> None:
                 copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
                 copy(ROOT / name, source / name)
         elif keyword == "RUN":
-            command = arguments.replace("/opt/everwarm", str(venv)).replace("python -m venv", f"{sys.executable} -m venv")
+            command = arguments.replace("/opt/everwarm", str(venv)).replace(
+                "python -m venv", f"{sys.executable} -m venv"
+            )
             # The pins say "2.13.0" where this venv may hold "2.13.0+cpu"; both satisfy them. No extra index here.
             done = subprocess.run(
                 ["/bin/sh", "-c", command],
@@ -146,8 +148,7 @@ def _pip_settings() -> dict[str, str]:
 def test_pins_resolve_afresh(tmp_path: Path) -> None:
     """An empty venv accepts the pins together; nothing is installed."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "v"], check=True, timeout=120)
-    done = subprocess.run(
-        [tmp_path / "v/bin/python", "-m", "pip", "install", "--dry-run", "-q", "-c", "constraints-image.txt", ".[grammar]"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    pip = [tmp_path / "v" / "bin" / "python", "-m", "pip", "install", "--dry-run", "--quiet"]
+    command = [*pip, "--constraint", "constraints-image.txt", ".[grammar]"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

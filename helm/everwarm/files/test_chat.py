@@ -8,7 +8,8 @@ import urllib.error
 import urllib.request
 
 BASE = os.environ["BASE_URL"]
-KEYS = os.environ.get("EVERWARM_API_KEYS", "").split()
+LINES = map(str.strip, os.environ.get("EVERWARM_API_KEYS", "").splitlines())
+KEYS = [line for line in LINES if line and not line.startswith("#")]
 
 
 def call(path, body=None):

@@ -61,7 +61,7 @@ workerGroupSpecs:
 {{- if hasKey .group "numCpus" -}}{{- $_ := set $params "num-cpus" (toString .group.numCpus) -}}{{- end -}}
 {{- if gt (int (.group.gpus | default 0)) 0 -}}{{- $_ := set $params "num-gpus" (toString (int .group.gpus)) -}}{{- end -}}
 {{- if include "everwarm.placed" .root -}}
-{{- $_ := set $params "resources" (include "everwarm.roleResources" (.group.role | default "any") | quote) -}}
+{{- $_ := set $params "resources" (include "everwarm.roleResources" (.group.role | default "any") | squote) -}}
 {{- end -}}
 {{- toYaml (merge (dict) (.group.rayStartParams | default dict) $params) -}}
 {{- end -}}

@@ -106,3 +106,7 @@ annotations:
 
 {{- define "everwarm.tokenPlaneLow" -}}{{ (splitList "-" .Values.tokenPlane.ports) | first }}{{- end -}}
 {{- define "everwarm.tokenPlaneHigh" -}}{{ (splitList "-" .Values.tokenPlane.ports) | last }}{{- end -}}
+
+{{/* What a node may take to leave: replacements start, then streams get app.drain_timeout_s. The pods' grace period
+lies above it. */}}
+{{- define "everwarm.leaveSeconds" -}}{{ add (include "everwarm.drainSeconds" .) .Values.drain.replacementSeconds }}{{- end -}}

@@ -14,24 +14,19 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 # Ray lowers its workers' priority by default, which costs latency where a replica shares the node's cores.
 - {name: RAY_worker_niceness, value: "0"}
+# On SIGTERM `ray start` drains its node for so long before it ends; Serve moves replicas and proxies meanwhile.
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "everwarm.leaveSeconds" .root | quote }}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: {{ ternary "1" "0" $v.haproxy.enabled | quote }}}
 {{- if $v.haproxy.enabled }}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ $v.haproxy.hardStopAfterSeconds | int | quote }}}
 - {name: RAY_SERVE_HAPROXY_NBTHREAD, value: {{ $v.haproxy.threads | int | quote }}}
 {{- end }}
-{{- with $v.secrets.tokenPlane }}
-- name: EVERWARM_TOKEN_PLANE_SECRET
-  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}}
+{{- if .worker }}
+- {name: EVERWARM_TOKEN_PLANE_SECRET_FILE, value: /etc/everwarm/secrets/token-plane}
 {{- end }}
 {{- with $v.secrets.huggingFace }}
 {{- if .existingSecret }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}}
-{{- end }}
-{{- end }}
-{{- with $v.secrets.apiKeys }}
-{{- if .existingSecret }}
-- name: EVERWARM_API_KEYS
   valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
@@ -55,6 +50,17 @@ when they exist, and would otherwise add its own without a size limit. */}}
   configMap: {name: {{ include "everwarm.fullname" .root }}-serve}
 {{- end }}
 {{- if .worker }}
+- name: secrets
+  projected:
+    sources:
+      - secret:
+          name: {{ $v.secrets.tokenPlane.existingSecret | quote }}
+          items: [{key: {{ $v.secrets.tokenPlane.key | quote }}, path: token-plane}]
+      {{- if and $v.secrets.apiKeys.existingSecret (ne (.pod.role | default "any") "replica") }}
+      - secret:
+          name: {{ $v.secrets.apiKeys.existingSecret | quote }}
+          items: [{key: {{ $v.secrets.apiKeys.key | quote }}, path: api-keys}]
+      {{- end }}
 - name: models
 {{- if eq $v.modelCache.type "emptyDir" }}
   emptyDir: {sizeLimit: {{ $v.modelCache.size | quote }}}
@@ -75,9 +81,10 @@ when they exist, and would otherwise add its own without a size limit. */}}
 - {name: scratch, mountPath: /tmp}
 - {name: ray-logs, mountPath: /tmp/ray}
 {{- if eq $v.kind "RayCluster" }}
-- {name: serve-config, mountPath: /etc/everwarm, readOnly: true}
+- {name: serve-config, mountPath: /etc/everwarm/serve, readOnly: true}
 {{- end }}
 {{- if .worker }}
+- {name: secrets, mountPath: /etc/everwarm/secrets, readOnly: true}
 - name: models
   mountPath: {{ $v.modelCache.mountPath | quote }}
   readOnly: {{ $v.modelCache.readOnly }}
@@ -133,9 +140,9 @@ resources:
 lifecycle:
   preStop:
     exec:
-      # Moves this node's replicas elsewhere, waits for their streams, then ends Ray, since the shell that KubeRay
-      # makes process 1 does not pass SIGTERM on.
-      command: ["/bin/bash", "-c", "python -m cluster.leave --timeout {{ include "everwarm.drainSeconds" .root }}; ray stop --grace-period 20"]
+      # Asks Serve to move this node's work elsewhere and waits until Ray has left. The node drains on SIGTERM too;
+      # the hook does not depend on the shell, process 1 here, passing that signal on.
+      command: [python, -m, cluster.leave, --timeout, {{ include "everwarm.leaveSeconds" .root | quote }}]
 {{- end }}
 {{- with .pod.probes }}
 {{ toYaml . }}
@@ -195,11 +202,7 @@ spec:
   # Only the autoscaler, in the head pod, talks to the API server.
   automountServiceAccountToken: {{ and (not .worker) .root.Values.autoscaling.enabled }}
   enableServiceLinks: false
-  {{- if .worker }}
-  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add (include "everwarm.drainSeconds" .root) 60) | int }}
-  {{- else }}
-  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | int }}
-  {{- end }}
+  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add (include "everwarm.leaveSeconds" .root) 30) | int }}
   securityContext:
     {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
   {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}

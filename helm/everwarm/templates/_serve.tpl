@@ -5,6 +5,7 @@ values.schema.json and, again, by the application itself. */}}
 {{- range $key, $value := .Values.app -}}
 {{- if and (not (kindIs "invalid" $value)) (ne (toString $value) "") -}}{{- $_ := set $args $key $value -}}{{- end -}}
 {{- end -}}
+{{- if .Values.secrets.apiKeys.existingSecret -}}{{- $_ := set $args "api_key_file" "/etc/everwarm/secrets/api-keys" -}}{{- end -}}
 {{- $_ := set $args "token_plane_ports" .Values.tokenPlane.ports -}}
 {{- if include "everwarm.placed" . -}}
 {{- $_ := set $args "router_resource" "everwarm_router" -}}

@@ -32,8 +32,8 @@
 {{- if and (hasKey $group "idleTimeoutSeconds") (not $.Values.autoscaling.enabled) -}}
 {{- fail (printf "%s.idleTimeoutSeconds: has an effect only with autoscaling.enabled=true" $key) -}}
 {{- end -}}
-{{- if lt (int ($group.terminationGracePeriodSeconds | default 1000000)) (int (include "everwarm.drainSeconds" $)) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds: %d does not cover app.drain_timeout_s, %s" $key (int $group.terminationGracePeriodSeconds) (include "everwarm.drainSeconds" $)) -}}
+{{- if lt (int ($group.terminationGracePeriodSeconds | default 1000000)) (int (include "everwarm.leaveSeconds" $)) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d does not cover app.drain_timeout_s + drain.replacementSeconds, %s" $key (int $group.terminationGracePeriodSeconds) (include "everwarm.leaveSeconds" $)) -}}
 {{- end -}}
 {{- $_ := set $roles ($group.role | default "any") true -}}
 {{- if ne ($group.role | default "any") "router" -}}
@@ -100,6 +100,11 @@
 {{- range $key := list "router_resource" "replica_resource" "token_plane_ports" -}}
 {{- if hasKey $.Values.app $key -}}
 {{- fail (printf "app.%s: is set by the chart, from workerGroups.*.role and tokenPlane.ports" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key := list "api_keys" "api_key_file" "api_key_env" -}}
+{{- if hasKey $.Values.app $key -}}
+{{- fail (printf "app.%s: API keys come from a Secret; name it in secrets.apiKeys.existingSecret" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- $low := include "everwarm.tokenPlaneLow" . | int -}}
