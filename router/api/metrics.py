@@ -1,0 +1,128 @@
+"""Prometheus metrics of one router, under vLLM's names with our prefix, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+ENGINE_GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "num_requests_running": (("load", "running"), "Requests in the engine's batch."),
+    "num_requests_waiting": (("load", "waiting"), "Requests without a first token."),
+    "queued_uncached_tokens": (("load", "queued_uncached_tokens"), "Tokens still to be prefilled."),
+    "kv_cache_free_pages": (("load", "free_pages"), "Pages that hold nothing."),
+    "kv_cache_evictable_pages": (("load", "evictable_pages"), "Cached pages that no request uses."),
+    "kv_cache_usage_perc": (("kv_cache_usage",), "Share of the pages that requests hold, 0 to 1."),
+    "num_preemptions": (("num_preemptions",), "Requests preempted since the engine started."),
+}
+"""Metric name -> (path in an element of ``Backend.engines()``, help). A replica that lacks the value has no sample."""
+
+
+class Metrics:
+    """What this router saw, plus each replica's gauges at the last scrape."""
+
+    def __init__(self, model: str, prefix: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        labels, registry = ["model_name"], self.registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{prefix}:{name}", text, labels, buckets=buckets, registry=registry).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{prefix}:{name}", text, labels, registry=registry).labels(model)
+
+        self._ttft = histogram("time_to_first_token_seconds", "Admission to first token.", _TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one stream.", _ITL)
+        self._e2e = histogram("e2e_request_latency_seconds", "Admission to last token.", _E2E)
+        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output_size = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self._prompt = counter("prompt_tokens", "Prompt tokens processed.")
+        self._cached = counter("prompt_tokens_cached", "Prompt tokens found in the page cache.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the page cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the page cache.")
+        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            f"{prefix}:request_success",
+            "Answers by finish reason.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            f"{prefix}:request_errors", "Requests that ended in an error.", ["code"], registry=registry
+        )
+        self._http = Counter(
+            f"{prefix}:http_requests", "HTTP requests.", ["route", "method", "status"], registry=registry
+        )
+        self.in_flight = Gauge(f"{prefix}:http_requests_in_flight", "Requests being answered.", registry=registry)
+        self._disconnects = Counter(
+            f"{prefix}:client_disconnects", "Clients gone before their answer ended.", registry=registry
+        )
+        self._model = model
+
+    def first_token(self, seconds: float, num_prompt: int, num_cached: int) -> None:
+        self._ttft.observe(seconds)
+        self._prompt_size.observe(num_prompt)
+        self._prompt.inc(num_prompt)
+        self._queries.inc(num_prompt)
+        self._cached.inc(num_cached)
+        self._hits.inc(num_cached)
+        self._generated.inc()
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` tokens that came together, ``seconds`` after the one before them."""
+        self._itl.observe(seconds / count)
+        self._generated.inc(count)
+
+    def finished(self, reason: str, seconds: float, num_tokens: int) -> None:
+        self._e2e.observe(seconds)
+        self._output_size.observe(num_tokens)
+        self._success.labels(self._model, reason).inc()
+
+    def failed(self, code: str) -> None:
+        self._failures.labels(code).inc()
+
+    def http(self, route: str, method: str, status: int) -> None:
+        self._http.labels(route, method, str(status)).inc()
+
+    def disconnected(self) -> None:
+        self._disconnects.inc()
+
+    def render(self, engines: Iterable[Mapping[str, Any]]) -> bytes:
+        """Prometheus text of this router's own and the replicas' figures."""
+        registry = CollectorRegistry()
+        registry.register(_Engines(self._prefix, self._model, list(engines)))
+        return generate_latest(self.registry) + generate_latest(registry)
+
+
+class _Engines:
+    """Replica gauges as one scrape found them."""
+
+    def __init__(self, prefix: str, model: str, engines: list[Mapping[str, Any]]) -> None:
+        self._prefix, self._model, self._engines = prefix, model, engines
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (path, text) in ENGINE_GAUGES.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "replica"])
+            for engine in self._engines:
+                value = _at(engine, path)
+                if value is not None:
+                    family.add_metric([self._model, str(engine.get("replica", ""))], value)
+            yield family
+
+
+def _at(engine: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = engine
+    for step in path:
+        if not isinstance(value, Mapping) or step not in value:
+            return None
+        value = value[step]
+    return float(value) if isinstance(value, int | float) else None

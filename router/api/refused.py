@@ -1,0 +1,101 @@
+"""Fields of OpenAI's or vLLM's requests that aren't served: refused with a reason unless they ask for nothing.
+
+Fields that neither defines are ignored, and named in the ``x-everwarm-ignored-fields`` response header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.api.errors import bad_request, shown
+
+
+@dataclass(frozen=True)
+class Unserved:
+    reason: str
+    harmless: tuple[Any, ...] = ()
+    """Values beside null that ask for nothing we don't do anyway."""
+
+
+_STATE = "answers are not stored"
+_MEDIA = "only text is served"
+_GRAMMAR = "structured output is not available in this version"
+_OLD_GRAMMAR = "use structured_outputs"
+
+_GENERATION: dict[str, Unserved] = {
+    "best_of": Unserved("use n", (1,)),
+    "use_beam_search": Unserved("beam search is not served", (False,)),
+    "length_penalty": Unserved("beam search is not served", (1, 1.0)),
+    "spaces_between_special_tokens": Unserved("special tokens are joined as the model wrote them", (True,)),
+    "kv_transfer_params": Unserved("prefixes are shared by the cluster itself"),
+    "repetition_detection": Unserved("use repetition_penalty or stop"),
+    "logits_processors": Unserved("code is not accepted in a request"),
+    "vllm_xargs": Unserved("these are vLLM's own extensions"),
+    "structured_outputs": Unserved(_GRAMMAR),
+    "response_format": Unserved(_GRAMMAR, ({"type": "text"},)),
+    "guided_json": Unserved(_OLD_GRAMMAR),
+    "guided_regex": Unserved(_OLD_GRAMMAR),
+    "guided_choice": Unserved(_OLD_GRAMMAR),
+    "guided_grammar": Unserved(_OLD_GRAMMAR),
+    "prompt_embeds": Unserved("prompts are text or token ids"),
+    "service_tier": Unserved("there is one tier", ("auto", "default")),
+    "store": Unserved(_STATE, (False,)),
+    "prompt_cache_retention": Unserved("pages stay cached as long as there is room", ("in_memory", "in-memory")),
+    "prompt_cache_options": Unserved("pages stay cached as long as there is room"),
+    "moderation": Unserved("moderation is not served"),
+}
+
+COMPLETIONS: dict[str, Unserved] = {
+    **_GENERATION,
+    "suffix": Unserved("text can't be inserted before a suffix by this model", ("",)),
+}
+
+CHAT: dict[str, Unserved] = {
+    **_GENERATION,
+    "audio": Unserved(_MEDIA),
+    "modalities": Unserved(_MEDIA, (["text"],)),
+    "prediction": Unserved("predicted outputs are not served"),
+    "web_search_options": Unserved("the server has no web access"),
+    "functions": Unserved("use tools", ([],)),
+    "function_call": Unserved("use tool_choice", ("none",)),
+    "verbosity": Unserved("the served model has no such control", ("medium",)),
+    "echo": Unserved("use /v1/completions", (False,)),
+    "documents": Unserved("put them into the messages", ([],)),
+    "chat_template": Unserved("the template is the operator's choice"),
+    "media_io_kwargs": Unserved(_MEDIA),
+    "mm_processor_kwargs": Unserved(_MEDIA),
+    "tools": Unserved("tools are not available in this version", ([],)),
+    "tool_choice": Unserved("tools are not available in this version", ("none", "auto")),
+    "parallel_tool_calls": Unserved("tools are not available in this version", (True, False)),
+    "reasoning_effort": Unserved("the served model has no such control", ("none",)),
+    "thinking_token_budget": Unserved("the served model has no such control"),
+    "include_reasoning": Unserved("the served model has no such control", (True,)),
+}
+
+HINTS = ("prompt_cache_key", "safety_identifier")
+"""Of OpenAI's spec and without effect by its own rule: the cache finds shared prefixes by itself."""
+
+_VISIBLE = re.compile(r"[^!-+\--~]")
+
+
+def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> None:
+    """Raises a 400 for a field that would have to change the answer and can't."""
+    for name in table.keys() & body.keys():
+        value, rule = body[name], table[name]
+        if value is None or any(type(value) is type(ok) and value == ok for ok in rule.harmless):
+            continue
+        allowed = f" (allowed: null, {', '.join(map(shown, rule.harmless))})" if rule.harmless else ""
+        raise bad_request(
+            f"{name} is not supported: {rule.reason}{allowed}; got {shown(value)}",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def ignored_header(body: Mapping[str, Any], known: Iterable[str]) -> str | None:
+    """Value of the header that names the fields nobody defined; visible ASCII, at most 1,000 characters."""
+    names = sorted(set(body) - set(known))
+    return ",".join(_VISIBLE.sub("?", name)[:64] for name in names)[:1000] if names else None

@@ -1,0 +1,234 @@
+"""From admitted jobs to pieces of text: one :class:`Run` per request, one :class:`Choice` per answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from router.api.errors import ApiError, deadline_passed
+from router.api.metrics import Metrics
+from router.api.sampling import for_choice
+from router.backend import Backend, Job, Ticket
+from router.text.output import OutputStream, Piece, TextOptions
+from router.text.tokenizer import Tokenizer
+from router.wire import Finish, Logprob, Sampling, TokenDelta
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    max_tokens: int
+    text: str | None = None
+    """As the client wrote it, when it was text."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a request asks of the cluster; nothing here depends on the route."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    text: TextOptions
+    salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    ttft_slo_s: float | None = None
+    trace: str | None = None
+
+
+@dataclass
+class Choice:
+    index: int
+    prompt: Prompt
+    ticket: Ticket
+    output: OutputStream
+    num_cached: int = 0
+    prompt_logprobs: list[Logprob | None] | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        usage: dict[str, object] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+
+@dataclass
+class Run:
+    """An admitted request. ``close`` (idempotent) ends whatever still runs in the engines."""
+
+    plan: Plan
+    choices: list[Choice]
+    metrics: Metrics
+    started_s: float
+    deadline_at_s: float | None = None
+    _pumps: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @classmethod
+    async def admit(cls, backend: Backend, tokenizer: Tokenizer, plan: Plan, metrics: Metrics, prefix: str) -> Run:
+        """Places every choice, or none: when one is refused, those already accepted are cancelled."""
+        started = time.monotonic()
+        jobs = [_job(plan, prompt, index, prefix) for prompt in plan.prompts for index in range(plan.n)]
+        if len(jobs) == 1:
+            tickets = [await backend.admit(jobs[0])]
+        else:
+            tickets = await _admit_all(backend, jobs)
+        choices = [
+            Choice(index, plan.prompts[index // plan.n], ticket, OutputStream(tokenizer, plan.text), ticket.num_cached)
+            for index, ticket in enumerate(tickets)
+        ]
+        deadline = None if plan.deadline_s is None else started + plan.deadline_s
+        return cls(plan, choices, metrics, started, deadline)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """Pieces of all choices as they come. Raises ApiError or BackendError when an answer can't be finished."""
+        source = self._deltas_of(self.choices[0]) if len(self.choices) == 1 else self._merged()
+        try:
+            async for choice, delta in source:
+                piece = self._feed(choice, delta)
+                if piece:
+                    yield choice, piece
+        finally:
+            await source.aclose()
+
+    @asynccontextmanager
+    async def within_deadline(self) -> AsyncIterator[None]:
+        """Raises the 408 when the request's deadline passes inside, whoever is being waited for."""
+        try:
+            async with asyncio.timeout_at(self._loop_deadline()):
+                yield
+        except TimeoutError:
+            raise deadline_passed(f"the request's deadline of {self.plan.deadline_s:g} s passed") from None
+
+    def usage(self) -> Usage:
+        """Each prompt counts once, however many choices it has."""
+        firsts = self.choices[:: self.plan.n]
+        return Usage(
+            sum(len(choice.prompt.ids) for choice in firsts),
+            sum(choice.output.num_tokens for choice in self.choices),
+            sum(choice.num_cached for choice in firsts),
+        )
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        for choice in self.choices:
+            if not choice.output.finished:
+                choice.ticket.cancel()
+
+    def _loop_deadline(self) -> float | None:
+        if self.deadline_at_s is None:
+            return None
+        return asyncio.get_running_loop().time() + self.deadline_at_s - time.monotonic()
+
+    def _feed(self, choice: Choice, delta: TokenDelta) -> Piece:
+        if delta.num_cached is not None:
+            choice.num_cached = delta.num_cached
+        if delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish not in (None, Finish.STOP, Finish.LENGTH):
+            raise _failure(delta, self.plan)
+        before = choice.output.num_tokens
+        piece = choice.output.feed(delta.ids, delta.logprobs, delta.finish)
+        self._observe(choice, choice.output.num_tokens - before, piece)
+        if piece.finish_reason is not None and delta.finish is None:
+            choice.ticket.cancel()
+        return piece
+
+    def _observe(self, choice: Choice, count: int, piece: Piece) -> None:
+        if count:
+            now = time.monotonic()
+            if choice.last_token_s is None:
+                self.metrics.first_token(now - self.started_s, len(choice.prompt.ids), choice.num_cached)
+            else:
+                self.metrics.tokens(count, now - choice.last_token_s)
+            choice.last_token_s = now
+        if piece.finish_reason is not None:
+            self.metrics.finished(piece.finish_reason, time.monotonic() - self.started_s, choice.output.num_tokens)
+
+    async def _deltas_of(self, choice: Choice) -> AsyncGenerator[tuple[Choice, TokenDelta], None]:
+        async for delta in choice.ticket.deltas():
+            yield choice, delta
+            if choice.output.finished:
+                return
+        raise ApiError(502, "the engine's stream ended before the answer did", code="engine_error")
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, TokenDelta], None]:
+        queue: asyncio.Queue[tuple[Choice, TokenDelta] | BaseException | None] = asyncio.Queue(64)
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async for item in self._deltas_of(choice):
+                    await queue.put(item)
+                    if item[1].finish is not None:
+                        break
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        self._pumps = [asyncio.create_task(pump(choice)) for choice in self.choices]
+        try:
+            running = len(self._pumps)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in self._pumps:
+                task.cancel()
+
+
+def _job(plan: Plan, prompt: Prompt, index: int, prefix: str) -> Job:
+    # The engine's id is always ours: a client may repeat its x-request-id.
+    return Job(
+        f"{prefix}-{uuid4().hex}",
+        prompt.ids,
+        for_choice(plan.sampling, index, prompt.max_tokens),
+        plan.salt,
+        plan.priority,
+        plan.deadline_s,
+        plan.ttft_slo_s,
+        plan.trace,
+    )
+
+
+async def _admit_all(backend: Backend, jobs: Sequence[Job]) -> list[Ticket]:
+    results = await asyncio.gather(*(backend.admit(job) for job in jobs), return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    tickets = [result for result in results if not isinstance(result, BaseException)]
+    if failures:
+        for ticket in tickets:
+            ticket.cancel()
+        raise failures[0]
+    return tickets
+
+
+def _failure(delta: TokenDelta, plan: Plan) -> ApiError:
+    if delta.finish == Finish.DEADLINE:
+        seconds = "" if plan.deadline_s is None else f" of {plan.deadline_s:g} s"
+        return deadline_passed(f"the request's deadline{seconds} passed")
+    if delta.finish == Finish.ABORT:
+        return ApiError(503, "the request was aborted in the cluster", code="aborted", headers={"retry-after": "1"})
+    return ApiError(500, delta.error or "the engine gave this request up", code="engine_error")

@@ -1,0 +1,88 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from router.api.schemas.common import MAX_LOGPROBS, GenerationRequest, Int, Name, Request
+
+
+class TextPart(Request):
+    type: Literal["text"]
+    """Only text; images, audio and files are refused."""
+    text: str
+
+
+class CalledFunction(Request):
+    name: Name
+    arguments: str
+    """JSON text."""
+
+
+class ToolCall(Request):
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class SystemMessage(Request):
+    role: Literal["system", "developer"]
+    content: Content
+    name: Name | None = None
+
+
+class UserMessage(Request):
+    role: Literal["user"]
+    content: Content
+    name: Name | None = None
+
+
+class AssistantMessage(Request):
+    role: Literal["assistant"]
+    content: Content | None = None
+    """May be left out only beside tool_calls."""
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant message needs content or tool_calls")
+        return self
+
+
+class ToolMessage(Request):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[Int, Field(ge=1, lt=1 << 31)] | None = None
+    """Newer name of ``max_tokens``; if both are given they must agree."""
+    logprobs: bool | None = None
+    """Log-probabilities of the answer's tokens."""
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """So many of the likeliest at each position; needs ``logprobs``."""
+    add_generation_prompt: bool | None = None
+    """End the prompt with the start of an assistant turn. Default true, unless the final message is continued."""
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of starting a new one."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its own to the rendered template. Default false: templates bring theirs."""

@@ -1,0 +1,79 @@
+"""What all routes share: the cluster, the model, the options, and text work that must not block the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from router.api.errors import ApiError, bad_request, retry_after
+from router.api.metrics import Metrics
+from router.api.options import ApiOptions
+from router.backend import Backend
+from router.text.card import ModelCard
+from router.text.chat import ChatTemplate, chat_template
+from router.text.memo import TokenMemo
+
+
+@dataclass
+class Services:
+    backend: Backend
+    card: ModelCard
+    options: ApiOptions
+    metrics: Metrics
+    template: ChatTemplate | None
+    memo: TokenMemo
+    draining: bool = False
+    in_flight: int = 0
+
+    @classmethod
+    def build(cls, backend: Backend, card: ModelCard, options: ApiOptions) -> Services:
+        tokenizer = card.tokenizer
+        return cls(
+            backend,
+            card,
+            options,
+            Metrics(card.name, options.metric_prefix),
+            chat_template(tokenizer, override=options.chat_template),
+            TokenMemo(tokenizer, max_bytes=options.memo_bytes),
+        )
+
+    def check_serving(self) -> None:
+        """Raises a 503 while draining or without an admitted replica."""
+        if self.draining:
+            raise ApiError(503, "this router is draining; try again", code="draining", headers=retry_after(1))
+        if not self.backend.ready():
+            raise ApiError(503, "no replica is ready yet; try again", code="unavailable", headers=retry_after(1))
+
+    @property
+    def context(self) -> int:
+        """Prompt + answer, tokens: the model's limit, or the smallest replica's where that is less."""
+        limit = self.backend.limits().get("max_model_len")
+        return self.card.max_model_len if not limit else min(limit, self.card.max_model_len)
+
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str, bounded: bool = True) -> list[int]:
+        """Ids of free text. When ``bounded``, raises a 400 for text that can't fit however it is tokenized."""
+        if bounded:
+            self._check_length(text, param)
+        if len(text) <= self.options.tokenize_inline_chars:
+            return self.card.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.card.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_prompt(self, text: str, *, bounded: bool = True) -> list[int]:
+        """Ids of a rendered template, through the memo."""
+        if bounded:
+            self._check_length(text, "messages")
+        missing = self.memo.missing(text)
+        if sum(len(segment) for _, segment in missing) <= self.options.tokenize_inline_chars:
+            return self.memo.encode(text)
+        return self.memo.encode(text, await asyncio.to_thread(self.memo.tokenize, missing))
+
+    def _check_length(self, text: str, param: str) -> None:
+        # No token is longer than max_token_bytes, so such a text is too long before it is tokenized.
+        floor = len(text) // self.card.tokenizer.max_token_bytes
+        if floor >= self.context:
+            raise bad_request(
+                f"the prompt has {len(text)} characters, at least {floor} tokens; this model's context of "
+                f"{self.context} tokens allows at most {self.context - 1}",
+                param=param,
+                code="context_length_exceeded",
+            )

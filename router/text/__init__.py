@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizer, chat template, incremental detokenizer, stop strings, the model's card."""
