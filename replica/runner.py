@@ -1,0 +1,250 @@
+"""The device behind :class:`replica.batch.Runner`: weights, KV pages, forward pass and sampler.
+
+Steps execute in launch order. On a CPU one worker thread runs them; on a GPU the launching thread only enqueues on
+the stream, and the result's copy to the host is waited for when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.dispatch import SWITCHES, Dispatch, Site
+from replica import weights as checkpoints
+from replica.batch import Batch, Row, StepResult
+from replica.config import ResolvedConfig
+from replica.inputs import InputBuilder
+from replica.model import Decoder, ModelConfig, Weights, allocate_kv
+from replica.prompt_logprobs import PromptLogprobs, PromptScores
+from replica.sampler import Sampled, Sampler
+
+log = logging.getLogger("everwarm.replica")
+
+
+class _Pending:
+    """One enqueued step: host tensors, and how to know that they are filled."""
+
+    def __init__(
+        self, batch: Batch, sampled: Sampled | None, prompt: list[PromptScores | None], started: float
+    ) -> None:
+        self.batch, self.sampled, self.prompt, self.started = batch, sampled, prompt, started
+        self.event: torch.cuda.Event | None = None
+
+
+class RunnerStep:
+    """Implements replica.batch.Step. Filled by the worker thread (CPU) or collected on demand (GPU)."""
+
+    def __init__(self, collect: Callable[[_Pending], StepResult]) -> None:
+        self._collect = collect
+        self._done = threading.Event()
+        self._outcome: StepResult | BaseException | None = None
+        self.pending: _Pending | None = None
+
+    def fill(self, outcome: StepResult | BaseException) -> None:
+        self._outcome = outcome
+        self._done.set()
+
+    def wait(self, timeout: float) -> bool:
+        if self.pending is None or self.pending.event is None:
+            return self._done.wait(timeout)
+        # CUDA events have no timed wait; a sleep of 50 us costs less than a step and gives the GIL away.
+        until = time.monotonic() + timeout
+        while not self.pending.event.query():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(5e-5)
+        return True
+
+    def result(self) -> StepResult:
+        if self.pending is not None and self.pending.event is not None and self._outcome is None:
+            self.pending.event.synchronize()
+            self._outcome = self._collect(self.pending)
+        elif self._outcome is None:
+            self._done.wait()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+class ModelRunner:
+    """Implements replica.batch.Runner for one CPU or one GPU."""
+
+    def __init__(self, model: ModelConfig, weights: Weights, config: ResolvedConfig) -> None:
+        """Takes the weights over. Raises ValueError for switches that can't be honoured here."""
+        self.config = config
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.max_model_len = config.max_model_len
+        self.num_pages = config.num_pages
+        self._device = weights.embed.device
+        self._dtype = weights.embed.dtype
+        site = Site(
+            device=self._device,
+            dtype=self._dtype,
+            kv_dtype=self._dtype,
+            page_size=config.page_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+        )
+        self._ops = Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
+        self._decoder = Decoder(model, weights, self._ops, config.max_model_len)
+        self._kv = allocate_kv(model, config.num_pages, config.page_size, self._dtype, self._device)
+        self._inputs = InputBuilder(self._device, config.page_size)
+        self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
+        self._prompt = PromptLogprobs(self._decoder)
+        self._steps = 0
+        self._closed = False
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        if self._device.type == "cpu":
+            self._worker = threading.Thread(target=self._work, name="everwarm-runner", daemon=True)
+            self._worker.start()
+        for operation, choice in self._ops.choices().items():
+            log.info("kernel %s: %s", operation, choice)
+
+    @classmethod
+    def open(cls, path: str | Path, config: ResolvedConfig, *, load_format: str = "auto") -> ModelRunner:
+        """Loads a GGUF file or a directory of safetensors. Raises what :func:`replica.weights.load` raises."""
+        device = torch.device(config.device)
+        model, weights = checkpoints.load(path, getattr(torch, config.dtype), device, load_format=load_format)
+        return cls(model, weights, config)
+
+    # --- replica.batch.Runner
+
+    def launch(self, batch: Batch) -> RunnerStep:
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        step = RunnerStep(self._collect)
+        if self._worker is None:
+            with torch.inference_mode():
+                pending = self._enqueue(batch)
+                pending.event = torch.cuda.Event()
+                pending.event.record()
+            step.pending = pending
+            return step
+
+        def execute() -> None:
+            try:
+                step.fill(self._collect(self._enqueue(batch)))
+            except BaseException as error:
+                step.fill(error)
+
+        self._queue.put(execute)
+        return step
+
+    def release(self, slot: int) -> None:
+        if self._worker is None:
+            self._sampler.release(slot)
+        else:
+            self._queue.put(lambda: self._sampler.release(slot))
+
+    def describe(self) -> dict[str, Any]:
+        itemsize = self._dtype.itemsize
+        m = self.model
+        return {
+            "device": str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "threads": self.config.threads if self._device.type == "cpu" else None,
+            "family": m.family,
+            "num_layers": m.num_layers,
+            "weight_bytes": m.num_weights() * itemsize,
+            "kv_bytes": self.num_pages * int(m.facts(itemsize).kv_bytes_per_token(itemsize)) * self.config.page_size,
+            "num_pages": self.num_pages,
+            "kernels": self._ops.choices(),
+            "steps": self._steps,
+        }
+
+    def close(self) -> None:
+        """Ends the worker after the steps already launched. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join()
+        else:
+            torch.cuda.synchronize(self._device)
+
+    def check_invariants(self) -> None:
+        """Call with no step in flight."""
+        self._sampler.edits.check_invariants()
+        for layer in self._kv:
+            assert layer.k[0].count_nonzero() == 0 and layer.v[0].count_nonzero() == 0, "the null page was written"
+
+    # --- one step
+
+    def _work(self) -> None:
+        # The thread count is per calling thread in OpenMP, so it is set where the work is done.
+        torch.set_num_threads(self.config.threads)
+        with torch.inference_mode():
+            while (job := self._queue.get()) is not None:
+                job()
+
+    def _enqueue(self, batch: Batch) -> _Pending:
+        started = time.perf_counter()
+        self._steps += 1
+        plan = self._sampler.plan(batch.rows)
+        inputs = self._inputs.build(batch.rows)
+        ids = inputs.ids
+        if inputs.any_from_device:
+            ids = torch.where(ids < 0, self._sampler.last_ids(inputs.slots_of_tokens), ids)
+        wants_prompt = self._prompt.wanted(batch.rows)
+        rows = None if wants_prompt else inputs.sample_rows
+        stream = self._decoder.hidden(ids, self._kv, inputs.meta, rows)
+        prompt = self._prompt.score(batch.rows, stream, inputs.meta.cu_q_host) if wants_prompt else []
+        sampled = None
+        if plan.samples:
+            logits = self._decoder.logits(stream, inputs.sample_rows if wants_prompt else None)
+            sampled = self._sampler.sample(logits, plan).to_host()
+        return _Pending(batch, sampled, [scores and scores.to_host() for scores in prompt], started)
+
+    def _collect(self, pending: _Pending) -> StepResult:
+        rows, sampled = pending.batch.rows, pending.sampled
+        result = StepResult([[] for _ in rows])
+        if sampled is not None:
+            self._read_samples(rows, sampled, result)
+        if any(pending.prompt):
+            result.prompt_logprobs = [scores.read() if scores else None for scores in pending.prompt]
+        for index in result.faults:
+            self._scrub(rows[index])
+        result.device_ms = (time.perf_counter() - pending.started) * 1e3
+        return result
+
+    def _read_samples(self, rows: list[Row], sampled: Sampled, result: StepResult) -> None:
+        ids, sound = sampled.ids.tolist(), sampled.sound.tolist()
+        allowed = [True] * len(ids) if sampled.open is None else sampled.open.tolist()
+        logprobs = sampled.logprobs.read() if sampled.logprobs is not None else {}
+        if logprobs:
+            result.logprobs = [None] * len(rows)
+        at = 0
+        for index, row in enumerate(rows):
+            span = range(at, at + row.num_samples)
+            at += row.num_samples
+            if not all(sound[i] for i in span):
+                result.faults[index] = "the model gave non-finite logits"
+            elif not all(allowed[i] for i in span):
+                result.faults[index] = "no token is allowed here by the request's grammar, bad words and allowed ids"
+            else:
+                result.ids[index] = ids[span.start : span.stop]
+                if logprobs and row.sampling.logprobs is not None:
+                    result.logprobs[index] = [logprobs[i] for i in span]
+
+    def _scrub(self, row: Row) -> None:
+        """Attention multiplies what it masks by 0; a NaN left in a page would reach whoever gets that page next."""
+        pages = torch.from_numpy(np.asarray(row.pages, np.int64)).to(self._device)
+        for layer in self._kv:
+            for pool in (layer.k, layer.v):
+                pool[pages] = torch.nan_to_num(pool[pages], nan=0.0, posinf=0.0, neginf=0.0)
