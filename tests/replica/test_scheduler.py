@@ -1,0 +1,262 @@
+"""What the scheduler promises about order, sharing and room; every step audited."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from engine_harness import VOCAB, Harness
+
+from replica.stub import expected_ids
+from router.wire import Finish
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(1000 * seed + length)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def run_until(harness: Harness, done, limit: int = 3000) -> int:
+    """Steps until ``done()``; returns how many engine steps that took."""
+    before = harness.engine.num_steps
+    for _ in range(limit):
+        if done():
+            return harness.engine.num_steps - before
+        harness.step()
+    raise AssertionError("it never came")
+
+
+def first_token(harness: Harness, request_id: str):
+    return lambda: bool(harness.outputs[request_id].ids)
+
+
+# --- single flight
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    harness = Harness(chunk_size=64, max_batch_size=16)
+    shared = prompt_of(320)
+    ids = [harness.submit([*shared, i, i + 1], max_tokens=4, seed=7) for i in range(10)]
+    harness.finish()
+    assert harness.runner.num_computed == 322 + 9 * 2 + 10 * 3
+    for i, request_id in enumerate(ids):
+        assert harness.outputs[request_id].num_cached == (320 if i else 0)
+        assert harness.outputs[request_id].ids == expected_ids([*shared, i, i + 1], 4, seed=7, vocab_size=VOCAB)
+
+
+def test_waiting_for_a_page_does_not_block_others() -> None:
+    harness = Harness(chunk_size=32, long_prefill_tokens=16)
+    harness.submit(prompt_of(320), max_tokens=1)
+    twin = harness.submit(prompt_of(320), max_tokens=1)
+    harness.step(2)
+    other = harness.submit(prompt_of(10, seed=3), max_tokens=1)
+    assert run_until(harness, first_token(harness, other)) <= 3
+    assert not harness.outputs[twin].ids and harness.request(twin).slot == -1
+    harness.finish()
+    assert harness.outputs[twin].num_cached == 304
+
+
+@pytest.mark.parametrize("fate", ["cancel", "fault", "step", "deadline", "preempt"])
+def test_whoever_waits_takes_over_when_the_computing_request_goes(fate: str) -> None:
+    trouble: list[str] = []
+
+    def before_step(batch):
+        kind = trouble.pop() if trouble else None
+        if kind == "step":
+            raise RuntimeError("injected")
+        return {0: "injected"} if kind == "fault" else None
+
+    harness = Harness(chunk_size=32, before_step=before_step, step_ms=2.0 if fate == "deadline" else 0.0)
+    first = harness.submit(prompt_of(320), max_tokens=2, seed=7, deadline_ms=20 if fate == "deadline" else None)
+    twin = harness.submit(prompt_of(320), max_tokens=2, seed=7)
+    harness.step(4)
+    assert harness.request(twin).slot == -1 and harness.request(first).slot >= 0
+    if fate == "cancel":
+        harness.engine.cancel(harness, first)
+    elif fate in ("fault", "step"):
+        trouble.append(fate)
+    elif fate == "preempt":
+        harness.engine.scheduler._preempt(harness.request(first))
+    harness.finish()
+    ended = {"cancel": Finish.ABORT, "fault": Finish.ERROR, "step": Finish.ERROR, "deadline": Finish.DEADLINE}
+    assert harness.outputs[first].finish == ended.get(fate, Finish.LENGTH)
+    assert harness.outputs[twin].finish == Finish.LENGTH
+    assert harness.outputs[twin].ids == expected_ids(prompt_of(320), 2, seed=7, vocab_size=VOCAB)
+
+
+# --- order
+
+
+def test_low_protects_decode_and_high_favours_prefill() -> None:
+    gaps = {}
+    for priority in ("low", "high"):
+        harness = Harness(chunk_size=16, max_batch_size=8, prefill_priority=priority, async_scheduling=False)
+        decoding = harness.submit(prompt_of(8), max_tokens=60)
+        run_until(harness, first_token(harness, decoding))
+        slot = harness.request(decoding).slot
+        harness.submit(prompt_of(200, seed=1), max_tokens=2)
+        start = harness.engine.num_steps
+        harness.finish()
+        steps = [step for step, _, _ in harness.starts()[slot] if step >= start - 1][:60]
+        gaps[priority] = max(b - a for a, b in itertools.pairwise(steps))
+    assert gaps["low"] == 1, "a decoding stream is served in every step"
+    assert gaps["high"] > 10, "prefill goes first and takes the whole budget"
+
+
+def test_max_prefill_batch() -> None:
+    harness = Harness(chunk_size=256, max_batch_size=16, max_prefill_batch=3)
+    for i in range(12):
+        harness.submit(prompt_of(20, seed=i), max_tokens=3)
+    harness.finish()
+    most = max(sum(len(row.token_ids) > 1 for row in batch.rows) for batch in harness.batches)
+    assert most == 3
+
+
+def test_token_budget_is_never_exceeded() -> None:
+    harness = Harness(chunk_size=40, max_batch_size=32)
+    for i in range(30):
+        harness.submit(prompt_of(10 + 7 * i, seed=i), max_tokens=20)
+    harness.finish()
+    assert max(batch.num_tokens for batch in harness.batches) == 40
+
+
+def test_without_chunking_a_prompt_is_never_cut() -> None:
+    harness = Harness(chunked_prefill=False, max_model_len=600, max_batch_size=8)
+    for i in range(6):
+        harness.submit(prompt_of(300 + i, seed=i), max_tokens=5)
+    harness.finish()
+    assert sorted(len(row.token_ids) for b in harness.batches for row in b.rows if row.new) == [
+        300 + i for i in range(6)
+    ]
+
+
+def test_priority_runs_first_and_ageing_bounds_how_long_it_overtakes() -> None:
+    harness = Harness(max_batch_size=1, ageing_s=5.0, async_scheduling=False)
+    blocker = harness.submit(prompt_of(8), max_tokens=50)
+    harness.step(2)
+    low = harness.submit(prompt_of(9), max_tokens=1, priority=1)
+    high = harness.submit(prompt_of(10), max_tokens=1, priority=0)
+    urgent = harness.submit(prompt_of(11), max_tokens=1, priority=-1)
+    harness.step()
+    order = [r.request_id for r in harness.engine.scheduler.waiting]
+    assert order == [urgent, high, low]
+    # One that came a level's worth of seconds earlier is not overtaken by the next level.
+    scheduler = harness.engine.scheduler
+    aged = harness.request(low)
+    scheduler.remove(aged)
+    aged.arrival -= 5.5
+    scheduler.add(aged)
+    assert [r.request_id for r in scheduler.waiting] == [urgent, low, high]
+    harness.engine.cancel(harness, blocker)
+    harness.finish()
+
+
+def test_short_prompts_slip_in_beside_a_long_one() -> None:
+    harness = Harness(chunk_size=64, max_batch_size=16, max_num_pages=600)
+    long = harness.submit(prompt_of(2000), max_tokens=2)
+    harness.step(3)
+    later_long = harness.submit(prompt_of(1500, seed=1), max_tokens=2)
+    harness.step(3)
+    shorts = [harness.submit(prompt_of(20, seed=i), max_tokens=2) for i in range(4)]
+    steps = run_until(harness, lambda: all(harness.outputs[s].ids for s in shorts))
+    assert steps <= 5 + 1, "each starts within five steps; one more to read the last back"
+    assert not harness.outputs[long].ids and not harness.outputs[later_long].ids
+    harness.finish()
+
+
+def test_a_long_prompt_finishes_under_endless_short_arrivals() -> None:
+    harness = Harness(
+        chunk_size=64, long_prefill_tokens=32, max_batch_size=8, max_num_pages=300, async_scheduling=False
+    )
+    count = 0
+
+    def flood() -> None:
+        nonlocal count
+        while len(harness.engine.scheduler.waiting) < 6:
+            count += 1
+            harness.submit(prompt_of(20, seed=count), max_tokens=2)
+            harness.engine._read_inbox()
+
+    flood()
+    long = harness.submit(prompt_of(640), max_tokens=1)
+    begun = None
+    for _ in range(400):
+        flood()
+        harness.step()
+        if harness.outputs[long].ids:
+            break
+        if begun is None and harness.request(long).slot >= 0:
+            begun = harness.engine.num_steps
+    assert harness.outputs[long].ids and count > 20
+    assert harness.engine.num_steps - begun <= 640 // 32 + 3
+
+
+def test_what_no_short_prompt_needs_goes_to_the_long_one() -> None:
+    harness = Harness(chunk_size=64, long_prefill_tokens=16)
+    harness.submit(prompt_of(640), max_tokens=1)
+    harness.step(1)
+    harness.submit(prompt_of(5, seed=2), max_tokens=1)
+    harness.finish()
+    assert sum(batch.num_tokens == 64 for batch in harness.batches) >= 9
+
+
+def test_a_request_without_room_is_overtaken_until_it_has_aged() -> None:
+    for aged in (False, True):
+        harness = Harness(max_num_pages=41, max_batch_size=8, max_model_len=640, watermark=0.0, async_scheduling=False)
+        holder = harness.submit(prompt_of(300), max_tokens=60)
+        harness.step(2)
+        big = harness.submit(prompt_of(500, seed=1), max_tokens=1)
+        harness.step()
+        if aged:
+            harness.request(big).arrival -= 10
+        small = harness.submit(prompt_of(20, seed=2), max_tokens=1)
+        harness.step(5)
+        assert bool(harness.outputs[small].ids) is not aged
+        assert harness.request(big).slot == -1 and not harness.outputs[holder].finish
+        harness.finish()
+
+
+def test_watermark_keeps_room_for_growth() -> None:
+    harness = Harness(max_num_pages=101, watermark=0.2, max_batch_size=16)
+    for i in range(8):
+        harness.submit(prompt_of(160, seed=i), max_tokens=30)
+    fullest = 0
+    while not harness.engine.idle():
+        harness.step()
+        admitted = [r for r in harness.engine.scheduler.running if not r.is_decoding]
+        if admitted:
+            fullest = max(fullest, harness.engine.pool.num_held)
+    assert fullest <= 90 and harness.engine.scheduler.num_preemptions == 0
+
+
+def test_victims_keep_their_place() -> None:
+    harness = Harness(max_num_pages=33, max_batch_size=8, watermark=0.0, max_model_len=500, prefix_caching=False)
+    ids = [harness.submit(prompt_of(100, seed=i), max_tokens=150, seed=7) for i in range(6)]
+    finished: list[str] = []
+    while not harness.engine.idle():
+        harness.step()
+        finished += [r for r in ids if harness.outputs[r].finish and r not in finished]
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert finished[0] == ids[0] and finished.index(ids[1]) <= 2, "those in front are not the victims"
+
+
+def test_a_pool_that_holds_one_request_serves_all_in_turn() -> None:
+    """No deadlock and no livelock at the smallest pool that max_model_len allows."""
+    harness = Harness(max_num_pages=9, max_model_len=128, max_batch_size=8, watermark=0.0)
+    wanted = {harness.submit(prompt_of(40 + i, seed=i), max_tokens=80, seed=7): 40 + i for i in range(6)}
+    harness.finish()
+    for i, (request_id, length) in enumerate(wanted.items()):
+        ids = expected_ids(prompt_of(length, seed=i), 80, seed=7, vocab_size=VOCAB)
+        assert harness.outputs[request_id].ids == ids
+    tokens = sum(len(output.ids) for output in harness.outputs.values())
+    assert 0 < harness.engine.scheduler.num_preemptions <= tokens
+
+
+def test_high_priority_mode_with_a_tiny_pool_comes_to_rest() -> None:
+    harness = Harness(max_num_pages=13, max_model_len=190, max_batch_size=8, prefill_priority="high", chunk_size=16)
+    wanted = {harness.submit(prompt_of(30 + i, seed=i), max_tokens=60, seed=7): 30 + i for i in range(12)}
+    harness.finish()
+    for i, (request_id, length) in enumerate(wanted.items()):
+        ids = expected_ids(prompt_of(length, seed=i), 60, seed=7, vocab_size=VOCAB)
+        assert harness.outputs[request_id].ids == ids
