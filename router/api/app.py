@@ -122,7 +122,7 @@ class Api:
 
     async def _generate(self, call: Call, route: routes.Route) -> None:
         services = self.services
-        services.check_serving()
+        services.check_open()
         services.in_flight += 1
         services.metrics.in_flight.inc()
         try:

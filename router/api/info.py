@@ -34,7 +34,7 @@ async def health(call: Call) -> None:
 
 async def ready(call: Call) -> None:
     """At least one replica is admitted and this router isn't draining."""
-    call.services.check_serving()
+    call.services.check_ready()
     await call.send_json(200, {"status": "ready"})
 
 

@@ -37,10 +37,14 @@ class Services:
             TokenMemo(tokenizer, max_bytes=options.memo_bytes),
         )
 
-    def check_serving(self) -> None:
-        """Raises a 503 while draining or without an admitted replica."""
+    def check_open(self) -> None:
+        """Raises a 503 while draining. Without a replica ``admit`` waits a moment: one may be about to come back."""
         if self.draining:
             raise ApiError(503, "this router is draining; try again", code="draining", headers=retry_after(1))
+
+    def check_ready(self) -> None:
+        """Raises a 503 unless a request sent now would be placed."""
+        self.check_open()
         if not self.backend.ready():
             raise ApiError(503, "no replica is ready yet; try again", code="unavailable", headers=retry_after(1))
 

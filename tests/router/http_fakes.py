@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from router.api import ApiOptions, create_app
-from router.backend import BackendError, Job, Refused
+from router.backend import BackendError, Job, Refused, Unavailable
 from router.text.card import ModelCard
 from router.text.tokenizer import Tokenizer
 from router.wire import Logprob, TokenDelta
@@ -142,6 +142,8 @@ class FakeBackend:
         if self.admit_delay_s:
             await asyncio.sleep(self.admit_delay_s)
         self.jobs.append(job)
+        if not self.is_ready:
+            raise Unavailable("no replica is admitted")
         if self.refuse is not None:
             raise self.refuse
         ids = list(self.script(job))

@@ -92,7 +92,6 @@ def test_template_renders_like_transformers(tmp_path: Path) -> None:
         "{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}{% endif %}{%- endfor %}\n"
         "{%- if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}GO{{ flavour }}{% endif %}"
     )
-    call = {"function": {"name": "f", "arguments": {"a": "ü", "b": [1]}}}
     messages = [
         {"role": "system", "content": " rules <é&'> "},
         {
