@@ -8,6 +8,18 @@ from typing import Any
 
 from router.framing import ProtocolError
 
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""llguidance's limits (its LLParserLimits), equal on both sides: what a router compiled, a replica can run. They bound
+a compilation to about a second, a mask to about 15 ms and a request's lexer to about 100 MB."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -40,7 +52,7 @@ class Sampling:
     """None: none; k >= 0: the chosen token's and the k likeliest."""
     prompt_logprobs: int | None = None
     grammar: tuple[str, str] | None = None
-    """(kind, source): kind is json_schema, json_object, regex, choice or ebnf."""
+    """(kind, source): what the router compiled. The one kind is "llguidance"; see router.text.grammar."""
 
     def to_wire(self) -> dict[str, Any]:
         """Only what differs from the defaults."""

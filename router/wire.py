@@ -29,9 +29,10 @@ from typing import Any
 
 from router.event_frames import EventBatch, Load, Snapshot, Tier
 from router.framing import MAX_FRAME, VERSION, FrameBuffer, Kind, ProtocolError, encode, proof
-from router.sampling import Sampling
+from router.sampling import GRAMMAR_LIMITS, Sampling
 
 __all__ = [
+    "GRAMMAR_LIMITS",
     "MAX_FRAME",
     "VERSION",
     "Code",
