@@ -40,15 +40,6 @@ class Slot:
         self.bit = 1 << self.index
 
 
-@dataclass(frozen=True)
-class Match:
-    """How deep each slot's pages reach into a chain: on the device, on any tier, and with pending pages counted."""
-
-    device: Steps
-    resident: Steps
-    warm: Steps
-
-
 def depth_of(steps: Steps, bit: int) -> int:
     """Pages of the chain that the slot with this bit covers."""
     for depth, mask in reversed(steps):
@@ -72,7 +63,8 @@ class Directory:
         self._sweep: tuple[int, int] | None = None
         """(bits being swept, next shard)."""
         self._synced: int = 0
-        self._host_pages: int = 0
+        self.host_pages: int = 0
+        """Pages listed on the host tier, over all slots."""
 
     # --- slots
 
@@ -97,7 +89,7 @@ class Directory:
         self._synced &= ~slot.bit
         slot.synced = False
         self._retired |= slot.bit
-        self._host_pages -= slot.digests[Tier.HOST].count
+        self.host_pages -= slot.digests[Tier.HOST].count
         return self.pending.drop(slot.bit)
 
     def slots(self) -> list[Slot]:
@@ -121,7 +113,7 @@ class Directory:
         if repeated:
             slot.digests[tier].remove_packed(pack_keys(repeated))
         if tier == Tier.HOST:
-            self._host_pages += slot.digests[tier].count - before
+            self.host_pages += slot.digests[tier].count - before
 
     def remove(self, slot: Slot, tier: int, packed: bytes) -> None:
         """The slot no longer holds these keys. Removing an absent key changes nothing."""
@@ -141,20 +133,24 @@ class Directory:
         if absent:
             slot.digests[tier].add_packed(pack_keys(absent))
         if tier == Tier.HOST:
-            self._host_pages += slot.digests[tier].count - before
+            self.host_pages += slot.digests[tier].count - before
 
     def digests(self, slot: Slot) -> list[tuple[int, int]]:
         return [digest.as_pair() for digest in slot.digests]
 
     # --- look-up
 
-    def match(self, keys: Sequence[int], mask: int = -1) -> Match:
-        """Longest matches of a chain of keys (root first) by the slots in ``mask``."""
-        synced = self._synced & mask
-        device = self._steps(keys, synced, 0, False)
-        resident = self._steps(keys, synced, 0, True) if self._host_pages else device
-        warm = self._steps(keys, synced, mask, self._host_pages > 0) if self.pending.bits else resident
-        return Match(device, resident, warm)
+    def device(self, keys: Sequence[int], mask: int = -1) -> Steps:
+        """Longest matches of a chain of keys (root first) by the slots in ``mask``, on the device."""
+        return self._steps(keys, self._synced & mask, 0, False)
+
+    def resident(self, keys: Sequence[int], mask: int = -1) -> Steps:
+        """The same on any tier."""
+        return self._steps(keys, self._synced & mask, 0, self.host_pages > 0)
+
+    def warm(self, keys: Sequence[int], mask: int = -1) -> Steps:
+        """The same on any tier or pending; slots out of sync count with their pending pages alone."""
+        return self._steps(keys, self._synced & mask, mask if self.pending.bits else 0, self.host_pages > 0)
 
     def _steps(self, keys: Sequence[int], synced: int, pending_mask: int, host: bool) -> Steps:
         device_shards, host_shards = self._tiers
@@ -249,6 +245,6 @@ class Directory:
                             listed[index, tier].add(key)
         for (index, tier), digest in listed.items():
             assert digest == self._slots[index].digests[tier], f"digest of slot {index}, tier {tier} drifted"
-        assert self._host_pages == sum(slot.digests[Tier.HOST].count for slot in self._slots.values())
+        assert self.host_pages == sum(slot.digests[Tier.HOST].count for slot in self._slots.values())
         assert not self.pending.bits or max(self.pending.bits.values()) <= known
         self.pending.check_invariants()

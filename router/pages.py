@@ -112,6 +112,10 @@ def mix64(key: int) -> int:
     return key ^ (key >> 31)
 
 
+_ADD, _MUL1, _MUL2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SHIFT1, _SHIFT2, _SHIFT3 = (np.uint64(n) for n in (30, 27, 31))
+
+
 def mixed_xor(packed_keys: bytes) -> int:
     """xor of :func:`mix64` over packed u64 keys; vectorised, since both ends spend it on every stored page."""
     if len(packed_keys) < 128:
@@ -119,10 +123,13 @@ def mixed_xor(packed_keys: bytes) -> int:
         for key in unpack_keys(packed_keys):
             xor ^= mix64(key)
         return xor
-    keys = np.frombuffer(packed_keys, dtype="<u8") + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return int(np.bitwise_xor.reduce(keys ^ (keys >> np.uint64(31))))
+    keys = np.frombuffer(packed_keys, dtype="<u8") + _ADD
+    keys ^= keys >> _SHIFT1
+    keys *= _MUL1
+    keys ^= keys >> _SHIFT2
+    keys *= _MUL2
+    keys ^= keys >> _SHIFT3
+    return int(np.bitwise_xor.reduce(keys))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 class Pending:
     """key64 -> bitset of slots where some live reservation covers the key.
 
-    ``bits`` is read directly by :meth:`router.directory.Directory.match`. Bounded by the pages of live reservations.
+    ``bits`` is read directly by :meth:`router.directory.Directory.warm`. Bounded by the pages of live reservations.
     """
 
     def __init__(self) -> None:

@@ -146,17 +146,17 @@ class Placement:
         for state in open_to:
             if state.slot is not None:
                 mask |= state.slot.bit
-        match = self.directory.match(keys, mask)
+        directory = self.directory
+        warm_steps = directory.warm(keys, mask)
+        tiers = (directory.device(keys, mask), directory.resident(keys, mask)) if directory.host_pages else None
         known = [state.coefficients for state in open_to if state.coefficients is not None]
         stand_in = known[0] if known else UNFITTED
         views = []
         for state in open_to:
             bit = state.slot.bit if state.slot is not None else 0
             load = state.load
-            warm = depth_of(match.warm, bit)
-            fetched = 0
-            if match.resident is not match.device:
-                fetched = min(warm, depth_of(match.resident, bit)) - depth_of(match.device, bit)
+            warm = depth_of(warm_steps, bit)
+            fetched = depth_of(tiers[1], bit) - depth_of(tiers[0], bit) if tiers else 0
             views.append(
                 ReplicaView(
                     state.name,
@@ -169,7 +169,7 @@ class Placement:
                     load.free_pages,
                     state.coefficients or stand_in,
                     state.chunk,
-                    transfer_ms=max(0, fetched) * self.options.host_page_ms,
+                    transfer_ms=fetched * self.options.host_page_ms,
                     suspicious=state.suspicious,
                 )
             )

@@ -219,8 +219,8 @@ class StreamState:
         slot = self.slot
         assert slot is not None
         while (batch := self._buffer.pop(self.seq + 1, None)) is not None:
-            for _, tier, keys in batch.stored:
-                self._directory.store(slot, tier, keys)
+            for tier in {tier for _, tier, _ in batch.stored}:
+                self._directory.store(slot, tier, b"".join(keys for _, at, keys in batch.stored if at == tier))
             for tier, keys in batch.removed:
                 self._directory.remove(slot, tier, keys)
             self.seq = batch.seq

@@ -30,7 +30,7 @@ async def test_two_routers_two_replicas_agree() -> None:
     routers = [await start_router(*replicas) for _ in range(2)]
     try:
         await in_sync(*routers, replicas=2)
-        requests = [job(f"q{i}", prompt(i % 4, 200) + [i], seed=i) for i in range(24)]
+        requests = [job(f"q{i}", [*prompt(i % 4, 200), i], seed=i) for i in range(24)]
         streams = await asyncio.gather(*(collect(routers[i % 2], request) for i, request in enumerate(requests)))
         for request, ids in zip(requests, streams, strict=True):
             assert ids == expected_stream(request.prompt, request.sampling.seed, 8)
@@ -139,7 +139,7 @@ async def test_vanished_clients_leave_nothing() -> None:
         await in_sync(*routers, replicas=2)
 
         async def vanish(index: int) -> None:
-            request = job(f"v{index}", prompt(index % 7, 300) + [index], max_tokens=200)
+            request = job(f"v{index}", [*prompt(index % 7, 300), index], max_tokens=200)
             router = routers[index % 2]
             way = rng.randrange(3)
             admitting = asyncio.create_task(router.admit(request))
@@ -182,7 +182,7 @@ async def test_overload_moves_on_then_refuses() -> None:
     try:
         await in_sync(router, replicas=2)
         results = await asyncio.gather(
-            *(router.admit(job(f"o{i}", prompt(1, 2000) + [i])) for i in range(8)), return_exceptions=True
+            *(router.admit(job(f"o{i}", [*prompt(1, 2000), i])) for i in range(8)), return_exceptions=True
         )
         refused = [result for result in results if isinstance(result, Overloaded)]
         assert len(refused) == 4 and all(error.retry_after_s == 2.0 for error in refused)
@@ -208,7 +208,7 @@ async def test_slo_that_nobody_can_meet_is_refused_at_once() -> None:
     try:
         await in_sync(router, replicas=1)
         await until(lambda: router.placement.replicas["r1"].coefficients is not None)
-        with pytest.raises(Overloaded, match="ttft_slo_s = 0.001"):
+        with pytest.raises(Overloaded, match=r"ttft_slo_s = 0\.001"):
             await router.admit(job("s", prompt(1, 2000), ttft_slo_s=0.001))
         assert replica.engine.submitted == 0
         assert len(await collect(router, job("t", prompt(1, 2000), ttft_slo_s=10.0))) == 8
@@ -252,7 +252,10 @@ async def test_engines_limits_and_membership_from_a_thread() -> None:
         await asyncio.to_thread(router.update_replicas, {replica.name: replica.address for replica in replicas})
         await in_sync(router, replicas=2)
         engines = await router.engines()
-        assert [(e["replica"], e["engine"], e["state"]) for e in engines] == [("r1", "r1", "open"), ("r2", "r2", "open")]
+        assert [(e["replica"], e["engine"], e["state"]) for e in engines] == [
+            ("r1", "r1", "open"),
+            ("r2", "r2", "open"),
+        ]
     finally:
         await router.close()
         for replica in replicas:
