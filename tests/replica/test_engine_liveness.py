@@ -1,0 +1,319 @@
+"""Faults end one request or one step, never the engine; and the engine says honestly how it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine_harness import VOCAB, Harness
+
+from replica import status
+from replica.stub import expected_ids
+from router.wire import Code, Finish, Refusal
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(1000 * seed + length)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    return expected_ids(prompt, count, seed=7, vocab_size=VOCAB)
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("where", ["result", "launch"])
+def test_a_failed_step_fails_only_its_requests(where: str, async_scheduling: bool) -> None:
+    armed: list[bool] = []
+
+    def before_step(batch):
+        if armed and armed.pop():
+            raise RuntimeError("injected")
+
+    harness = Harness(
+        before_step=before_step, async_scheduling=async_scheduling, max_batch_size=4, chunk_size=64, max_prefill_batch=4
+    )
+    early = [harness.submit(prompt_of(40, seed=i), max_tokens=30, seed=7) for i in range(4)]
+    late = [harness.submit(prompt_of(50, seed=i), max_tokens=30, seed=7) for i in range(3)]
+    harness.step(8)
+    in_step = {r.request_id for r in harness.engine.scheduler.running}
+    assert in_step == set(early)
+    if where == "result":
+        armed.append(True)
+    else:
+        launch = harness.runner.launch
+
+        def broken(batch):
+            harness.runner.launch = launch
+            raise RuntimeError("injected")
+
+        harness.runner.launch = broken
+    harness.finish()
+    for request_id in early:
+        output = harness.outputs[request_id]
+        assert output.finish == Finish.ERROR and "injected" in output.error
+        assert output.ids == reference(prompt_of(40, seed=early.index(request_id)), 30)[: len(output.ids)]
+    for i, request_id in enumerate(late):
+        assert harness.outputs[request_id].ids == reference(prompt_of(50, seed=i), 30)
+    assert harness.engine.info()["counters"]["failed_steps"] == 1
+    again = [harness.submit(prompt_of(40, seed=i), max_tokens=30, seed=7) for i in range(4)]
+    harness.finish()
+    for i, request_id in enumerate(again):
+        assert harness.outputs[request_id].ids == reference(prompt_of(40, seed=i), 30), (
+            "no page of the failed step is used"
+        )
+
+
+def test_a_faulty_row_ends_one_request_and_its_pages_serve_nobody() -> None:
+    victim_prompt = prompt_of(200)
+
+    def before_step(batch):
+        return {
+            i: "non-finite logits"
+            for i, row in enumerate(batch.rows)
+            if row.num_prompt == 200 and row.num_samples and row.start + len(row.token_ids) >= 210
+        }
+
+    harness = Harness(before_step=before_step, chunk_size=64)
+    victim = harness.submit(victim_prompt, max_tokens=100, seed=7)
+    other = harness.submit(prompt_of(90), max_tokens=60, seed=7)
+    seen = 0
+    while harness.outputs[victim].finish is None:
+        harness.step()
+        seen = max(seen, len(harness.mirror.keys))
+    harness.step(2)
+    assert seen >= 200 // 16
+    output = harness.outputs[victim]
+    assert (output.finish, output.error) == (Finish.ERROR, "non-finite logits")
+    assert output.ids == reference(victim_prompt, len(output.ids)) and len(output.ids) >= 9
+    hashes = harness.frame(victim_prompt).hashes
+    assert not {int.from_bytes(hashes[i : i + 8], "little") for i in range(0, len(hashes), 16)} & harness.mirror.keys
+    harness.finish()
+    assert harness.outputs[other].ids == reference(prompt_of(90), 60)
+
+
+def test_a_fault_spares_pages_it_only_used() -> None:
+    shared = prompt_of(64)
+    harness = Harness(before_step=lambda batch: {0: "bad"} if batch.rows[0].num_prompt == 100 else None)
+    good = harness.submit(shared, max_tokens=2, seed=7)
+    harness.finish()
+    keys = set(harness.mirror.keys)
+    bad = harness.submit([*shared, *prompt_of(36, seed=4)], max_tokens=2, seed=7)
+    harness.finish()
+    assert harness.outputs[good].finish == Finish.LENGTH and harness.outputs[bad].finish == Finish.ERROR
+    assert harness.outputs[bad].num_cached == 64 and harness.mirror.keys == keys
+
+
+def test_an_id_outside_the_vocabulary_ends_its_request() -> None:
+    harness = Harness()
+    harness.engine._vocab_size = 10
+    request_id = harness.submit([1, 2, 3], max_tokens=50, seed=7)
+    harness.finish()
+    assert harness.outputs[request_id].finish == Finish.ERROR
+    assert "outside the vocabulary" in harness.outputs[request_id].error
+
+
+class EvenIds:
+    """Allows even ids only; ``mask`` and ``accept`` fail on demand."""
+
+    def __init__(self, fail_mask_at: int = -1, fail_accept_at: int = -1) -> None:
+        self.accepted: list[int] = []
+        self.fail_mask_at, self.fail_accept_at = fail_mask_at, fail_accept_at
+
+    def mask(self, num: int) -> np.ndarray:
+        if len(self.accepted) == self.fail_mask_at:
+            raise RuntimeError("mask lost")
+        return np.full((num, -(-VOCAB // 32)), 0x55555555, np.int32)
+
+    def accept(self, token_id: int) -> None:
+        if len(self.accepted) == self.fail_accept_at or token_id % 2:
+            raise RuntimeError("not accepted")
+        self.accepted.append(token_id)
+
+
+def test_grammar_masks_are_applied_and_fail_closed() -> None:
+    sources = {"good": EvenIds(), "lost": EvenIds(fail_mask_at=3), "refused": EvenIds(fail_accept_at=2)}
+    harness = Harness(masks=lambda grammar: sources[grammar[1]])
+    ids = {
+        name: harness.submit(prompt_of(20), max_tokens=10, seed=7, grammar=("regex", name)) for name in sources
+    }  # fmt: skip
+    free = harness.submit(prompt_of(20), max_tokens=10, seed=7)
+    harness.finish()
+    outputs = {name: harness.outputs[request_id] for name, request_id in ids.items()}
+    assert outputs["good"].finish == Finish.LENGTH and outputs["good"].ids == sources["good"].accepted
+    assert len(outputs["good"].ids) == 10 and all(token % 2 == 0 for token in outputs["good"].ids)
+    assert outputs["lost"].finish == Finish.ERROR and len(outputs["lost"].ids) == 3
+    assert outputs["refused"].finish == Finish.ERROR and len(outputs["refused"].ids) == 2
+    assert harness.outputs[free].ids == reference(prompt_of(20), 10)
+    resumed = EvenIds()
+    harness.engine._masks = lambda grammar: resumed
+    again = harness.submit(
+        prompt_of(20), emitted=outputs["good"].ids[:4], max_tokens=10, seed=7, grammar=("regex", "x")
+    )
+    harness.finish()
+    assert outputs["good"].ids[:4] + harness.outputs[again].ids == outputs["good"].ids == resumed.accepted
+
+
+def test_logprobs_pass_through() -> None:
+    harness = Harness(chunk_size=32)
+    execute = harness.runner._execute
+
+    def with_prompt_scores(batch):
+        result = execute(batch)
+        result.prompt_logprobs = [
+            [None] * len(row.token_ids)
+            if row.sampling.prompt_logprobs is not None and row.start < row.num_prompt
+            else None
+            for row in batch.rows
+        ]
+        return result
+
+    harness.runner._execute = with_prompt_scores
+    warm = harness.submit(prompt_of(70), max_tokens=1, seed=7)
+    harness.finish()
+    plain = harness.submit(prompt_of(70), max_tokens=5, seed=7)
+    asked = harness.submit(prompt_of(70), max_tokens=5, seed=7, logprobs=2, prompt_logprobs=0)
+    harness.finish()
+    assert harness.outputs[plain].logprobs is None and harness.outputs[plain].num_cached == 64
+    output = harness.outputs[asked]
+    assert [p.token for p in output.logprobs] == [-float(i % 7) for i in output.ids] and len(output.ids) == 5
+    assert output.num_cached == 0, "a cached prompt has no log-probabilities"
+    assert len(output.prompt_logprobs) == 70 and harness.outputs[warm].prompt_logprobs is None
+
+
+def test_heartbeats_go_on_while_a_step_is_long() -> None:
+    harness = Harness(step_ms=700.0)
+    times: list[float] = []
+    apply = harness.mirror.apply
+    harness.engine._on_events = lambda batch: (times.append(time.monotonic()), apply(batch))
+    harness.engine.start()
+    try:
+        harness.submit(prompt_of(10), max_tokens=2)
+        wait_for(harness.engine.idle)
+        gaps = sorted(b - a for a, b in itertools.pairwise(times))
+        assert len(gaps) > 20 and gaps[len(gaps) // 2] < 0.05, "an event batch at least every 50 ms"
+        assert gaps[-1] < 0.35, "no step of 700 ms may hold a heartbeat back"
+        snapshot = harness.engine.snapshot()
+        assert len(harness.engine.replay(snapshot[-1].seq)) >= 1
+    finally:
+        harness.engine.stop()
+
+
+def test_health_turns_red_when_the_device_hangs_and_green_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "HEALTH_FLOOR_S", 0.3)
+    slow = threading.Event()
+    harness = Harness(step_ms=1.0)
+    harness.runner._step_ms = lambda batch: 1500.0 if slow.is_set() else 1.0
+    harness.engine.start()
+    try:
+        harness.submit(prompt_of(10), max_tokens=5)
+        wait_for(harness.engine.idle)
+        assert harness.engine.health().ok
+        slow.set()
+        harness.submit(prompt_of(11), max_tokens=1)
+        time.sleep(0.7)
+        health = harness.engine.health()
+        assert not health.ok and "a step has run" in health.reason
+        wait_for(harness.engine.idle)
+        assert harness.engine.health().ok
+    finally:
+        harness.engine.stop()
+
+
+def test_health_turns_red_when_the_loop_itself_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "HEALTH_FLOOR_S", 0.2)
+    harness = Harness()
+    release = threading.Event()
+    harness.engine.start()
+    try:
+        harness.submit(prompt_of(10), max_tokens=5)
+        wait_for(harness.engine.idle)
+        launch = harness.runner.launch
+        harness.runner.launch = lambda batch: (release.wait(10), launch(batch))[1]
+        harness.submit(prompt_of(11), max_tokens=2)
+        time.sleep(0.1)
+        began = time.monotonic()
+        health = harness.engine.health()
+        assert not health.ok and "did not answer" in health.reason and time.monotonic() - began < 2
+        release.set()
+        wait_for(harness.engine.idle)
+        assert harness.engine.health().ok
+    finally:
+        release.set()
+        harness.engine.stop()
+
+
+def test_a_broken_callback_does_not_stop_the_engine() -> None:
+    harness = Harness()
+    calls: list[int] = []
+
+    def broken(_) -> None:
+        calls.append(1)
+        raise RuntimeError("a bug in the server")
+
+    harness.engine._on_deltas = broken
+    harness.submit(prompt_of(10), max_tokens=5)
+    harness.finish()
+    assert len(calls) == 5
+
+
+def test_a_bug_in_the_loop_ends_all_requests_and_shows() -> None:
+    harness = Harness()
+
+    def broken(*_) -> None:
+        raise RuntimeError("a bug in the scheduler")
+
+    harness.engine.scheduler._decode = broken
+    request_id = harness.submit(prompt_of(10), max_tokens=5)
+    harness.engine.start()
+    wait_for(lambda: harness.outputs[request_id].finish)
+    assert harness.outputs[request_id].finish == Finish.ERROR
+    wait_for(lambda: not harness.engine.health().ok)
+    assert "a bug in the scheduler" in harness.engine.health().reason
+    with pytest.raises(Refusal) as caught:
+        harness.submit(prompt_of(10))
+    assert caught.value.code == Code.DRAINING
+    harness.engine.stop()
+
+
+def test_drain_finishes_what_was_taken() -> None:
+    harness = Harness(step_ms=1.0)
+    harness.engine.start()
+    try:
+        ids = [harness.submit(prompt_of(20, seed=i), max_tokens=20, seed=7) for i in range(5)]
+        harness.engine.drain()
+        with pytest.raises(Refusal):
+            harness.engine.submit(harness, harness.frame(prompt_of(3)))
+        wait_for(harness.engine.idle)
+        assert all(harness.outputs[r].finish == Finish.LENGTH for r in ids)
+    finally:
+        harness.engine.stop()
+    with pytest.raises(RuntimeError):
+        harness.engine.start()
+
+
+def test_info_is_json_and_counts() -> None:
+    import json
+
+    harness = Harness(chunk_size=64)
+    for _ in range(2):
+        harness.submit(prompt_of(100), max_tokens=10, seed=7)
+        harness.finish()
+    info = json.loads(json.dumps(harness.engine.info()))
+    assert info["counters"]["generated_tokens"] == 20 and info["counters"]["prompt_tokens"] == 104
+    assert (info["counters"]["prefix_queries"], info["counters"]["prefix_hits"]) == (200, 96)
+    assert info["counters"]["finished_length"] == 2 and info["counters"]["finished_error"] == 0
+    assert info["pages"]["free"] + info["pages"]["cached"] + info["pages"]["held"] == info["pages"]["all"]
+    assert info["config"]["chunk_size"] == 64 and "max_batch_size" in info["config"]["reasons"]
+    assert info["steps"]["count"] == len(harness.batches) and info["steps"]["p99_ms"] >= info["steps"]["p50_ms"]
