@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.checkpoint import Checkpoint, load_card, locate, model_fingerprint, tokenizer_fingerprint
 from cluster.config import AppConfig, port_range
-from replica.config import EngineConfig, ResolvedConfig
+from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
 from router.api.options import ApiOptions
 from router.dispatch import Dispatcher, DispatchOptions
 from router.pages import RootFields
@@ -139,9 +139,20 @@ def open_runner(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedC
         from cluster.bench.stub import open_stub
 
         return open_stub(checkpoint, config)
-    from replica.runner import open_runner as open_model
+    import torch
 
-    return open_model(checkpoint.path, config)
+    from replica.runner import ModelRunner
+    from replica.weights import read_config
+
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and not cuda) else 2
+    device = DeviceFacts(
+        "cuda" if cuda else "cpu",
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else 0,
+    )
+    resolved = resolve(config, read_config(checkpoint.path).facts(itemsize), device)
+    return resolved, ModelRunner.open(checkpoint.path, resolved)
 
 
 def open_router(

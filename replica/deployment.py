@@ -27,7 +27,7 @@ class ReplicaActor:
     server, neither started. ``ports``: first and last port to try.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         make: Callable[[str], tuple[Engine, TokenServer]],
         host: str,

@@ -28,7 +28,7 @@ def current_app() -> Any:
 class RouterActor:
     """``make`` gets the router's name, runs in a thread and returns what serves it: backend and HTTP surface."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         replicas: DeploymentHandle[Any],
         make: Callable[[str], tuple[Dispatcher, Api]],

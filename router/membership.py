@@ -12,8 +12,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 class Membership(RequestRouter):
     """Publishes each running replica's token-plane address under the name given as ``feed``."""
 
-    def initialize_state(self, feed: str) -> None:
-        self._feed = feed
+    def initialize_state(self, **kwargs: str) -> None:
+        self._feed = kwargs["feed"]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

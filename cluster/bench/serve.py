@@ -65,7 +65,7 @@ def run(load: Workload, console: Console) -> dict[str, Any]:
         names = {pid: role(command) for pid, command in processes(cluster.marker).items()}
         idle = _cpu(names)
         time.sleep(5.0)
-        idle_ms_per_s = 1e3 * sum(_spent(names, idle).values()) / 5.0
+        idle_ms_per_s = {name: 1e3 * value / 5.0 for name, value in _spent(names, idle).items()}
         asyncio.run(_round(url, load, 4))
         before = _cpu(names)
         started = time.perf_counter()
@@ -105,7 +105,7 @@ def _spent(names: dict[int, str], before: dict[int, float]) -> dict[str, float]:
 
 
 def _figures(
-    load: Workload, records: list[StreamRecord], spent: dict[str, float], seconds: float, idle: float
+    load: Workload, records: list[StreamRecord], spent: dict[str, float], seconds: float, idle: dict[str, float]
 ) -> dict[str, Any]:
     failures = [record.failure for record in records if record.failure]
     if failures:
@@ -124,7 +124,8 @@ def _figures(
         "ttft_p99_ms": round(percentile(ttft, 0.99), 2),
         "chunk_late_p50_ms": round(percentile(late, 0.5), 2),
         "chunk_late_p99_ms": round(percentile(late, 0.99), 2),
-        "idle_cpu_ms_per_s": round(idle, 2),
+        "idle_cpu_ms_per_s": round(sum(idle.values()), 1),
+        "idle_by_process_ms_per_s": {name: round(value, 1) for name, value in idle.items() if value > 0},
         "by_process_ms_per_token": {name: value for name, value in per_token.items() if value > 0},
         "haproxy": load.haproxy,
     }
