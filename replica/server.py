@@ -229,6 +229,8 @@ class TokenServer:
     def _collect(self, deltas: list[tuple[Any, TokenDelta]], frames: dict[_Router, list[list[Any]]]) -> None:
         for owner, delta in deltas:
             router: _Router = owner
+            if delta.request_id not in router.requests:
+                continue  # cancelled meanwhile, or its router is gone
             if delta.finish is not None:
                 router.requests.discard(delta.request_id)
             frames.setdefault(router, []).append(delta.to_wire())
