@@ -14,6 +14,7 @@ from router.api.refused import CHAT
 from router.api.run import Choice, Prompt, Run
 from router.api.sampling import budget, truncated
 from router.api.schemas.chat import ChatRequest
+from router.api.structured import compile_grammar
 from router.text.chat import TemplateRefusal
 from router.text.output import Piece, TokenRecord
 
@@ -25,7 +26,9 @@ async def chat_completions(call: Call) -> None:
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
     prompt = await chat_prompt(call, request)
-    plan = make_plan(call, request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    grammar = await compile_grammar(call.services, request)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    plan = make_plan(call, request, [prompt], logprobs=logprobs, grammar=grammar)
     await serve(call, plan, _Chat(call, Options.of(request), request), "chatcmpl")
 
 

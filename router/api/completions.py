@@ -14,6 +14,7 @@ from router.api.refused import COMPLETIONS
 from router.api.run import Choice, Prompt, Run
 from router.api.sampling import Budget, check_ids, truncated
 from router.api.schemas.completions import CompletionRequest
+from router.api.structured import compile_grammar
 from router.text.output import Piece
 
 
@@ -26,12 +27,14 @@ async def completions(call: Call) -> None:
     # With nothing to generate the engine still samples one token after the prompt; it is thrown away.
     budget = Budget(1 if echo_only else request.max_tokens, "max_tokens", limit)
     prompts = [await _prompt(call, request, prompt, budget) for prompt in _prompts(request.prompt)]
+    grammar = await compile_grammar(call.services, request)
     plan = make_plan(
         call,
         request,
         prompts,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
+        grammar=grammar,
     )
     options = Options.of(request)
     answering = _Completions(

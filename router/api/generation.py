@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -83,8 +83,10 @@ def make_plan(
     *,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    grammar: tuple[str, str] | None = None,
 ) -> Plan:
-    """``prompt_logprobs``: what the route itself needs (echo), beside what the client asked for."""
+    """``prompt_logprobs``: what the route itself needs (echo), beside what the client asked for.
+    ``grammar``: compiled."""
     services = call.services
     n, limit = request.n or 1, services.options.max_choices
     if n * len(prompts) > limit:
@@ -97,7 +99,7 @@ def make_plan(
     return Plan(
         prompts,
         n,
-        sampling,
+        replace(sampling, grammar=grammar),
         text_options(request, services.card, sampling),
         narrowed_salt(call.salt, request.cache_salt),
         request.priority or 0,

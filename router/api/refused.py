@@ -22,7 +22,6 @@ class Unserved:
 
 _STATE = "answers are not stored"
 _MEDIA = "only text is served"
-_GRAMMAR = "structured output is not available in this version"
 _OLD_GRAMMAR = "use structured_outputs"
 
 _GENERATION: dict[str, Unserved] = {
@@ -34,8 +33,6 @@ _GENERATION: dict[str, Unserved] = {
     "repetition_detection": Unserved("use repetition_penalty or stop"),
     "logits_processors": Unserved("code is not accepted in a request"),
     "vllm_xargs": Unserved("these are vLLM's own extensions"),
-    "structured_outputs": Unserved(_GRAMMAR),
-    "response_format": Unserved(_GRAMMAR, ({"type": "text"},)),
     "guided_json": Unserved(_OLD_GRAMMAR),
     "guided_regex": Unserved(_OLD_GRAMMAR),
     "guided_choice": Unserved(_OLD_GRAMMAR),

@@ -11,6 +11,8 @@ from router.api.options import ApiOptions
 from router.backend import Backend
 from router.text.card import ModelCard
 from router.text.chat import ChatTemplate, chat_template
+from router.text.grammar import Grammars
+from router.text.grammar_process import Vocabulary
 from router.text.memo import TokenMemo
 
 
@@ -22,6 +24,7 @@ class Services:
     metrics: Metrics
     template: ChatTemplate | None
     memo: TokenMemo
+    grammars: Grammars
     draining: bool = False
     in_flight: int = 0
 
@@ -35,6 +38,11 @@ class Services:
             Metrics(card.name, options.metric_prefix),
             chat_template(tokenizer, override=options.chat_template),
             TokenMemo(tokenizer, max_bytes=options.memo_bytes),
+            Grammars(
+                Vocabulary(
+                    tokenizer.token_bytes, card.vocab_size, card.eos_token_ids, tuple(sorted(tokenizer.special_ids))
+                )
+            ),
         )
 
     def check_open(self) -> None:

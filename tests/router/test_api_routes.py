@@ -180,8 +180,9 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("metadata", ["x", []]),
     ("suffix", ["after"]),
     ("best_of", [2]),
-    ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}]),
-    ("structured_outputs", [{"regex": "a"}]),
+    ("response_format", [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json"]),
+    ("structured_outputs", [{}, {"regex": 1}, {"regex": "a", "choice": ["b"]}, {"regex": "a", "structural_tag": {}}]),
+    ("guided_json", [{"type": "object"}]),
     ("use_beam_search", [True]),
 ]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
+
+from router.api.schemas.base import Int, Name, Request, Text, TokenId
+from router.api.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -12,21 +15,19 @@ MAX_N = 128
 MAX_LIST = 1024
 
 
-def _integral(value: Any) -> Any:
-    """JSON has one number type: 16.0 is the integer 16 (JSON Schema says the same)."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_integral)]
-TokenId = Annotated[Int, Field(ge=0, lt=1 << 31, json_schema_extra={"x-token-id": True})]
-Text = Annotated[str, Field(min_length=1, max_length=4096)]
-Name = Annotated[str, Field(max_length=512)]
-
-
-class Request(BaseModel):
-    """Base of request bodies: no type coercion; fields that nobody defined are ignored and reported."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True, allow_inf_nan=False)
+__all__ = [
+    "MAX_LIST",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_STOPS",
+    "GenerationRequest",
+    "Int",
+    "Name",
+    "Request",
+    "StreamOptions",
+    "Text",
+    "TokenId",
+]
 
 
 class StreamOptions(Request):
@@ -81,6 +82,10 @@ class GenerationRequest(Request):
     """Only these tokens may be sampled."""
     bad_words: Annotated[list[Text], Field(max_length=MAX_LIST)] | None = None
     """Texts that must not be generated, as token sequences."""
+    response_format: ResponseFormat | None = None
+    """What the answer has to be: text, any JSON object, or JSON that satisfies a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same by schema, regular expression, choice or grammar. Not beside a ``response_format`` other than text."""
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, with so many of the likeliest. Not with ``stream``."""
     skip_special_tokens: bool | None = None
