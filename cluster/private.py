@@ -21,8 +21,7 @@ from cluster.environment import MARKER, end_processes, free_ports, run_environme
 class PrivateCluster:
     """Context manager: Ray and Serve up, nothing deployed. Its processes are known by ``marker``.
 
-    ``home``: HOME of every process of the cluster; None keeps the user's. Raises RuntimeError when ``ray.serve``
-    is already imported, since it read its environment then.
+    ``home``: HOME of every process of the cluster; None keeps the user's. ``extra``: more environment variables.
     """
 
     def __init__(
@@ -32,6 +31,7 @@ class PrivateCluster:
         self._num_cpus = num_cpus
         self._home = home
         self._extra = dict(extra or {})
+        self._saved: dict[str, str] | None = None
         self.port = free_ports(1)[0]
         self.marker = ""
 
@@ -39,7 +39,10 @@ class PrivateCluster:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> PrivateCluster:
+    def prepare(self) -> None:
+        """Put the cluster's environment into force. Raises RuntimeError when ``ray.serve`` has read another already."""
+        if self._saved is not None:
+            return
         if "ray.serve" in sys.modules:
             raise RuntimeError("ray.serve is already imported; its environment can no longer be set")
         # Unix socket paths under it must stay short (108 bytes), hence not pytest's own temporary folder.
@@ -51,6 +54,9 @@ class PrivateCluster:
         self._saved = dict(os.environ)
         os.environ.update(wanted)
         self.marker = wanted[MARKER]
+
+    def __enter__(self) -> PrivateCluster:
+        self.prepare()
         try:
             self._start()
         except BaseException:
@@ -78,34 +84,44 @@ class PrivateCluster:
 
     def deploy(self, options: Mapping[str, Any], *, name: str = "default", route_prefix: str = "/") -> str:
         """Deploy ``cluster.app`` and wait until a replica is admitted. Returns the app's base URL."""
+        return self.deploy_all({name: (dict(options), route_prefix)})[name]
+
+    def deploy_all(self, apps: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, str]:
+        """Deploy several apps at once: name -> (options, route prefix). Returns name -> base URL."""
         from ray import serve
 
         from cluster import app
         from cluster.config import AppConfig
 
-        config = AppConfig.model_validate(dict(options))
-        serve.run(app(config), name=name, route_prefix=route_prefix)
-        url = self.url + route_prefix.rstrip("/")
-        wait_ready(url, config.replicas)
-        return url
+        configs = {name: AppConfig.model_validate(options) for name, (options, _) in apps.items()}
+        targets = [serve.RunTarget(app(config), name, apps[name][1]) for name, config in configs.items()]
+        serve.run_many(targets)
+        urls = {name: self.url + prefix.rstrip("/") for name, (_, prefix) in apps.items()}
+        for name, url in urls.items():
+            wait_ready(url, configs[name].replicas)
+        return urls
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
         """Idempotent."""
-        import ray
-        from ray import serve
+        if self._saved is None:
+            return
+        if "ray" in sys.modules:
+            import ray
+            from ray import serve
 
-        if ray.is_initialized():
-            try:
-                serve.shutdown()
-            finally:
-                ray.shutdown()
+            if ray.is_initialized():
+                try:
+                    serve.shutdown()
+                finally:
+                    ray.shutdown()
         end_processes(self.marker, grace_s=10)
         shutil.rmtree(self._root, ignore_errors=True)
         os.environ.clear()
         os.environ.update(self._saved)
+        self._saved = None
 
 
 def wait_ready(url: str, replicas: int, timeout_s: float = 120.0) -> None:

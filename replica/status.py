@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -51,6 +52,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     scheduler, steps = engine.scheduler, np.array(engine.step_ms or [0.0])
     return {
         "replica": engine.events.replica_id,
+        "pid": os.getpid(),
         "epoch": engine.events.epoch,
         "next_seq": engine.events.next_seq,
         "root": asdict(engine.root),
