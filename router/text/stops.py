@@ -74,16 +74,18 @@ class StopMatcher:
     how the text was cut. Everything before the match has been returned, nothing of it ever is.
     """
 
-    __slots__ = ("_held", "_state", "_stops", "matched")
+    __slots__ = ("_held", "_state", "_stops", "matched", "rest")
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._state = 0
         self._held = ""
         self.matched: str | None = None
+        self.rest = ""
+        """Once ``matched`` is set: what followed the match in the last ``feed``."""
 
     def feed(self, text: str) -> str:
-        """Text now certain to precede any match. Once ``matched`` is set, the rest of ``text`` is dropped."""
+        """Text now certain to precede any match; nothing more after ``matched`` is set."""
         stops, state = self._stops, self._state
         start = 0
         if state == 0:
@@ -96,6 +98,7 @@ class StopMatcher:
             output = stops.output(state)
             if output is not None:
                 self.matched = stops.strings[output]
+                self.rest = text[index + 1 :]
                 seen = self._held + text[: index + 1]
                 self._held, self._state = "", 0
                 return seen[: len(seen) - len(self.matched)]
