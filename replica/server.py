@@ -85,6 +85,22 @@ class _Router:
         self.skipped_batches = 0
 
 
+def _collect(deltas: list[tuple[Any, TokenDelta]], to: dict[_Router, list[list[Any]]]) -> None:
+    for owner, delta in deltas:
+        router: _Router = owner
+        if delta.request_id not in router.requests:
+            continue  # cancelled meanwhile, or its router is gone
+        if delta.finish is not None:
+            router.requests.discard(delta.request_id)
+        to.setdefault(router, []).append(delta.to_wire())
+
+
+def _encode_deltas(deltas: dict[_Router, list[list[Any]]], to: dict[_Router, list[bytes]]) -> None:
+    for router, parts in deltas.items():
+        to.setdefault(router, []).append(encode(Kind.TOKENS, parts))
+    deltas.clear()
+
+
 class TokenServer:
     """``limits``: ints told to every router (max_model_len, max_batch_size, num_pages, page_size, chunk_size)."""
 
@@ -214,33 +230,23 @@ class TokenServer:
     # --- to the routers
 
     def _flush(self) -> None:
+        """Everything that waits, in order, as one write per router."""
         self._woken = False
         outbox = self._outbox
-        frames: dict[_Router, list[list[Any]]] = {}
+        deltas: dict[_Router, list[list[Any]]] = {}
+        frames: dict[_Router, list[bytes]] = {}
         for _ in range(len(outbox)):
             item = outbox.popleft()
             if isinstance(item, EventBatch):
-                self._send_deltas(frames)
-                self._send_events(item)
+                _encode_deltas(deltas, frames)
+                self._add_events(item, frames)
             else:
-                self._collect(item, frames)
-        self._send_deltas(frames)
+                _collect(item, deltas)
+        _encode_deltas(deltas, frames)
+        for router, parts in frames.items():
+            router.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
 
-    def _collect(self, deltas: list[tuple[Any, TokenDelta]], frames: dict[_Router, list[list[Any]]]) -> None:
-        for owner, delta in deltas:
-            router: _Router = owner
-            if delta.request_id not in router.requests:
-                continue  # cancelled meanwhile, or its router is gone
-            if delta.finish is not None:
-                router.requests.discard(delta.request_id)
-            frames.setdefault(router, []).append(delta.to_wire())
-
-    def _send_deltas(self, frames: dict[_Router, list[list[Any]]]) -> None:
-        for router, deltas in frames.items():
-            router.connection.send(encode(Kind.TOKENS, deltas))
-        frames.clear()
-
-    def _send_events(self, batch: EventBatch) -> None:
+    def _add_events(self, batch: EventBatch, frames: dict[_Router, list[bytes]]) -> None:
         self._epoch, self._seq, self._batch_at = batch.epoch, batch.seq, time.monotonic()
         self._first_batch.set()
         if not self._routers:
@@ -250,7 +256,7 @@ class TokenServer:
             if router.connection.unsent > self._options.event_backlog:
                 router.skipped_batches += 1
             else:
-                router.connection.send(frame)
+                frames.setdefault(router, []).append(frame)
 
     # --- router.connection.Handler
 
