@@ -167,10 +167,10 @@ def _merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, sca
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     new_k, new_v = (x[:, context:].repeat_interleave(per_kv, 0) for x in (k, v))
     new, new_sum = flash(heads[None], new_k[None], new_v[None], 0.0, True, scale=scale)
-    rows = heads.view(1, kv_heads, per_kv * n, dim)
+    rows = heads.reshape(1, kv_heads, per_kv * n, dim)
     old, old_sum = flash(rows, k[None, :, :context], v[None, :, :context], 0.0, False, scale=scale)
     share = torch.sigmoid(old_sum.reshape(-1, n) - new_sum.reshape(-1, n))[..., None].to(q.dtype)
-    return torch.lerp(new[0], old.reshape(new[0].shape), share).view(kv_heads, per_kv * n, dim)
+    return torch.lerp(new[0], old.reshape(new[0].shape), share).reshape(kv_heads, per_kv * n, dim)
 
 
 def _make_plan(

@@ -72,8 +72,9 @@ def short(logits: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.T
     in_reach = ~limited | (filters.top_k <= count)
     kth = values.gather(-1, (filters.top_k.clamp(1, count) - 1)[:, None])
     floor = torch.where(limited[:, None], torch.maximum(floor, kth), floor)
-    # With a floor inside the short list the mass is that of the list; without, of the vocabulary.
+    # With a floor inside the short list the mass is that of the list; with none, of the vocabulary.
     bounded = values[:, -1:] < floor
+    known = bounded.squeeze(-1) | floor.isneginf().squeeze(-1)
     masked = values.masked_fill(values < floor, float("-inf"))
     total = torch.where(bounded, masked.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
     mass = (masked - total).exp().to(torch.float64).cumsum(-1)
@@ -83,5 +84,5 @@ def short(logits: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.T
     least = values.gather(-1, last[:, None])
     floor = torch.where(nucleus[:, None], torch.maximum(floor, least), floor)
     complete = (values[:, -1:] < floor).squeeze(-1) | (count == vocab)
-    certain = complete & in_reach & (reached.any(-1) | ~nucleus | (count == vocab))
+    certain = complete & in_reach & (known & reached.any(-1) | ~nucleus | (count == vocab))
     return values.masked_fill(values < floor, float("-inf")), ids, certain

@@ -105,6 +105,8 @@ class Driver:
     @staticmethod
     def _take(indices: list[int], result: StepResult, got: list[Got]) -> None:
         for row, i in enumerate(indices):
+            if got[i].fault is not None:
+                continue  # launched before its fault was read
             if row in result.faults:
                 got[i].fault = result.faults[row]
                 continue
