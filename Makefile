@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what the tests need ..."
-	$(PIP) install -e '.[dev,grammar]' -c constraints-cpu.txt
+	$(PIP) install -e '.[dev]' -c constraints-cpu.txt
 	@touch $@
 
 $(BIN)/python:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
     from replica.batch import Runner
+    from replica.grammar import Grammars
     from replica.loop import Engine
     from replica.server import TokenServer
     from router.api import Api
@@ -127,10 +128,33 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
     }
     server = TokenServer(token_plane_secret(bound_secret), replica_id=name, root=root, limits=limits)
     engine = Engine(
-        resolved, runner, root=root, replica_id=name, on_deltas=server.on_deltas, on_events=server.on_events
+        resolved,
+        runner,
+        root=root,
+        replica_id=name,
+        on_deltas=server.on_deltas,
+        on_events=server.on_events,
+        masks=open_grammars(checkpoint, runner.vocab_size),
     )
     server.attach(engine)
     return engine, server
+
+
+def open_grammars(checkpoint: Checkpoint, vocab_size: int) -> Grammars | None:
+    """What makes the engine's grammar masks; None for a stub, whose ids follow no mask."""
+    if checkpoint.kind == "stub":
+        return None
+    from replica.grammar import Grammars
+
+    card = load_card(checkpoint, (checkpoint.name,))
+    if not card.eos_token_ids:
+        return None
+    return Grammars(
+        card.tokenizer.token_bytes,
+        vocab_size=vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        special_ids=sorted(card.tokenizer.special_ids),
+    )
 
 
 def open_runner(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedConfig, Runner]:

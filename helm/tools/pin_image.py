@@ -2,7 +2,7 @@
 
     .venv/bin/python helm/tools/pin_image.py     # from a venv in which the tests pass
 
-Takes the closure of the project's own dependencies and of its `grammar` extra as installed in this interpreter.
+Takes the closure of the project's own dependencies as installed in this interpreter.
 torch stands there without its local version, and triton not at all: a CUDA build of torch pins its own.
 """
 
@@ -48,7 +48,7 @@ def closure(root: str, extras: frozenset[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    versions = closure("everwarm", frozenset({"grammar"}))
+    versions = closure("everwarm", frozenset())
     del versions["everwarm"]
     versions.pop("triton", None)
     lines = [f"{name}=={version.partition('+')[0]}\n" for name, version in sorted(versions.items())]

@@ -62,7 +62,7 @@ def test_everything_is_pinned() -> None:
     base = dict(stages()["global"])["ARG"] if "global" in stages() else ""
     assert re.search(r"ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+", DOCKERFILE), base
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in [*project["dependencies"], *project["optional-dependencies"]["grammar"]]:
+    for line in project["dependencies"]:
         requirement = Requirement(line)
         if requirement.name == "triton":
             continue
@@ -149,6 +149,6 @@ def test_pins_resolve_afresh(tmp_path: Path) -> None:
     """An empty venv accepts the pins together; nothing is installed."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "v"], check=True, timeout=120)
     pip = [tmp_path / "v" / "bin" / "python", "-m", "pip", "install", "--dry-run", "--quiet"]
-    command = [*pip, "--constraint", "constraints-image.txt", ".[grammar]"]
+    command = [*pip, "--constraint", "constraints-image.txt", "."]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
