@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 from rich.console import Console
 
+from cluster.client import Unreachable, connect, describe, get
 
-def converse(url: str, system: str | None, temperature: float, max_tokens: int, console: Console) -> int:
+
+def converse(
+    url: str, keys: Sequence[str], system: str | None, temperature: float, max_tokens: int, console: Console
+) -> int:
     """Reads turns from stdin until an empty line. Returns the exit status: 1 when the cluster can't be reached."""
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    with httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)) as client:
+    with connect(url, keys) as client:
         try:
-            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        except httpx.HTTPError as error:
-            console.print(f"[red]No cluster answers at {url}[/]: {error}")
+            model = get(client, "/v1/models")["data"][0]["id"]
+        except Unreachable as error:
+            console.print(f"[red]{error}[/]")
             return 1
         console.print(f"[dim]{model}; an empty line ends[/]")
         while True:
@@ -65,7 +69,7 @@ def stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any
     with client.stream("POST", "/v1/chat/completions", json=request) as response:
         if response.status_code != 200:
             response.read()
-            raise StreamError(_message(response))
+            raise StreamError(describe(response))
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -73,10 +77,3 @@ def stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any
             if "error" in event:
                 raise StreamError(event["error"]["message"])
             yield event
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        return f"{response.status_code}: {response.json()['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{response.status_code}: {response.text[:200]}"

@@ -24,6 +24,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 
 Url = Annotated[str, typer.Option(help="Base URL of the cluster.")]
+ApiKey = Annotated[str | None, typer.Option(help="Default: the first key in EVERWARM_API_KEYS.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
 
 
@@ -41,11 +42,12 @@ def serve(
 
 
 @app.command(epilog="Example: everwarm status --url http://127.0.0.1:8000")
-def status(url: Url = f"http://127.0.0.1:{DEFAULT_PORT}", json_path: JsonPath = None) -> None:
+def status(url: Url = f"http://127.0.0.1:{DEFAULT_PORT}", api_key: ApiKey = None, json_path: JsonPath = None) -> None:
     """Show replicas, their load and how much of the prompts came out of the prefix cache. Exit 1: not ready."""
+    from cluster.client import api_keys
     from cluster.status import show_status
 
-    result = show_status(url, Console())
+    result = show_status(url, [api_key] if api_key else api_keys(), Console())
     _write(result, json_path)
     raise typer.Exit(0 if result["ready"] else 1)
 
@@ -64,14 +66,17 @@ def doctor(json_path: JsonPath = None) -> None:
 @app.command(epilog='Example: everwarm chat --system "Answer in one sentence."')
 def chat(
     url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
 ) -> None:
     """Talk to the cluster in this terminal; an empty line or Ctrl-D ends."""
     from cluster.chat import converse
+    from cluster.client import api_keys
 
-    raise typer.Exit(converse(url, system, temperature, max_tokens, Console()))
+    keys = [api_key] if api_key else api_keys()
+    raise typer.Exit(converse(url, keys, system, temperature, max_tokens, Console()))
 
 
 def _write(result: Any, path: Path | None) -> None:

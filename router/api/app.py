@@ -14,7 +14,7 @@ from router.api.call import Call
 from router.api.errors import ApiError, as_api_error
 from router.api.http import ClientGone, Headers, Receive, Scope, Send, request_headers
 from router.api.openapi import document
-from router.api.options import ApiOptions
+from router.api.options import ApiOptions, KeyRing
 from router.api.services import Services
 from router.backend import Backend
 from router.text.card import ModelCard
@@ -29,7 +29,7 @@ class Api:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self._keys = services.options.load_keys()
+        self._keys = KeyRing(services.options.all_keys())
         self._openapi = document(services.card)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

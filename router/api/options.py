@@ -20,8 +20,8 @@ class ApiOptions(BaseModel):
     """Keys that may use the API (``Authorization: Bearer`` or ``x-api-key``). None anywhere: no key is asked for."""
     api_key_file: Path | None = None
     """File with one key a line; empty lines and lines that start with # are skipped. Read once, at start."""
-    api_key_env: str = "EVERWARM_API_KEY"
-    """Environment variable with keys, comma-separated."""
+    api_key_env: str = "EVERWARM_API_KEYS"
+    """Environment variable with keys, one a line (as in ``api_key_file``) or comma-separated."""
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from; "*" allows all. None: no CORS headers."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
@@ -36,6 +36,10 @@ class ApiOptions(BaseModel):
     """Tokenization memo at turn boundaries, bytes."""
     chat_template: str | None = None
     """Template source that replaces the checkpoint's."""
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """How the model writes tool calls; auto: as its chat template teaches, Hermes' way where it teaches none."""
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """think: what stands in <think> tags becomes reasoning_content; auto: where the chat template knows the tags."""
     log_requests: bool = False
     """One line per request on the ``everwarm.access`` logger; never prompt text."""
     metric_prefix: Literal["everwarm", "vllm"] = "everwarm"
@@ -48,16 +52,22 @@ class ApiOptions(BaseModel):
             raise ValueError("an API key must not be empty")
         return keys
 
-    def load_keys(self) -> KeyRing:
-        """All keys from the list, the file and the environment. Raises OSError when the file can't be read."""
+    def all_keys(self) -> list[str]:
+        """Keys from the list, the file and the environment. Raises OSError when the file can't be read, ValueError
+        when it holds no key."""
         keys = [*self.api_keys]
         if self.api_key_file is not None:
-            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
-            keys += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-            if not keys:
+            in_file = keys_in(self.api_key_file.read_text(encoding="utf-8"))
+            if not in_file:
                 raise ValueError(f"api_key_file {self.api_key_file} holds no key")
-        keys += [key.strip() for key in os.environ.get(self.api_key_env, "").split(",") if key.strip()]
-        return KeyRing(keys)
+            keys += in_file
+        listed = os.environ.get(self.api_key_env, "").replace(",", "\n")
+        return [*keys, *keys_in(listed)]
+
+
+def keys_in(text: str) -> list[str]:
+    """One key a line; empty lines and lines that start with # are skipped."""
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
 class KeyRing:

@@ -215,7 +215,15 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("top_logprobs", 3),
     ("continue_final_message", True),
     ("n", 129),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools.0.type", [{"type": "retrieval", "function": {"name": "f"}}]),
+    ("tools.0.function", [{"type": "function"}]),
+    ("tools.0.function.name", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+    ("tools.0.function.parameters", [{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("reasoning_effort", "high"),
+    ("thinking_token_budget", 10),
     ("audio", {"voice": "x"}),
     ("modalities", ["audio"]),
     ("echo", True),
@@ -286,7 +294,7 @@ async def test_request_ids_go_in_and_out() -> None:
 
 async def test_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("# comment\n\nfrom-file\n")
-    monkeypatch.setenv("EVERWARM_API_KEY", "from-env, second")
+    monkeypatch.setenv("EVERWARM_API_KEYS", "from-env, second\n# comment\nthird\n")
     async with asgi_client(fake := backend(), api_keys=("listed",), api_key_file=tmp_path / "keys") as client:
         assert (await client.get("/health")).status_code == 200
         for headers in (
@@ -298,7 +306,7 @@ async def test_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")):
                 assert error_of(await client.request(method, path, headers=headers), 401)["code"] == "invalid_api_key"
         salts = []
-        for key in ("listed", "from-file", "from-env", "second"):
+        for key in ("listed", "from-file", "from-env", "second", "third"):
             response = await client.post("/v1/completions", json=TEXT, headers={"authorization": f"Bearer {key}"})
             assert response.status_code == 200
             salts.append(fake.jobs[-1].salt)
@@ -306,7 +314,7 @@ async def test_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert fake.jobs[-1].salt == salts[0]
         await client.post("/v1/completions", json={**TEXT, "cache_salt": salts[1]}, headers={"x-api-key": "listed"})
         assert fake.jobs[-1].salt not in salts
-        assert len(set(salts)) == 4 and all(salts) and not any("listed" in salt for salt in salts)
+        assert len(set(salts)) == 5 and all(salts) and not any("listed" in salt for salt in salts)
 
 
 def test_a_cache_salt_only_narrows() -> None:
@@ -317,9 +325,9 @@ def test_a_cache_salt_only_narrows() -> None:
 def test_unusable_keys_are_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(ValueError, match="holds no key"):
-        ApiOptions(api_key_file=tmp_path / "empty").load_keys()
+        ApiOptions(api_key_file=tmp_path / "empty").all_keys()
     with pytest.raises(OSError, match="missing"):
-        ApiOptions(api_key_file=tmp_path / "missing").load_keys()
+        ApiOptions(api_key_file=tmp_path / "missing").all_keys()
     with pytest.raises(ValueError, match="must not be empty"):
         ApiOptions(api_keys=(" ",))
 
