@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 from router.api import sse
 from router.api.call import Call
-from router.api.errors import ApiError, bad_request
-from router.api.generation import Answering, Options, make_plan, open_request, serve
+from router.api.conversation import Conversation, Interpreter, prepare, reasoning_tokens
+from router.api.errors import bad_request
+from router.api.generation import Answering, Options, open_request, serve
 from router.api.logprobs import Speller, chat_logprobs, prompt_logprobs
 from router.api.refused import CHAT
-from router.api.run import Choice, Prompt, Run
-from router.api.sampling import budget, truncated
+from router.api.run import Choice, Run, Usage
 from router.api.schemas.chat import ChatRequest
-from router.api.structured import compile_grammar
-from router.text.chat import TemplateRefusal
+from router.text.events import CallArguments, CallStart, Content, Event, Reasoning
 from router.text.output import Piece, TokenRecord
 
 
@@ -25,59 +26,70 @@ async def chat_completions(call: Call) -> None:
         raise bad_request("max_tokens must be at least 1; got 0", param="max_tokens")
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
-    prompt = await chat_prompt(call, request)
-    grammar = await compile_grammar(call.services, request)
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    plan = make_plan(call, request, [prompt], logprobs=logprobs, grammar=grammar)
-    await serve(call, plan, _Chat(call, Options.of(request), request), "chatcmpl")
+    conversation = await prepare(call, request, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    await serve(call, conversation.plan, _Chat(call, request, conversation), "chatcmpl")
 
 
-async def chat_prompt(call: Call, request: ChatRequest) -> Prompt:
-    """Renders and tokenizes the conversation. Raises a 400 when the template refuses it or it doesn't fit."""
-    services = call.services
-    limits = budget(request, services.context)
-    text = render(call, request)
-    bounded = request.truncate_prompt_tokens is None
-    if request.add_special_tokens:
-        ids = await services.encode(text, add_special_tokens=True, param="messages", bounded=bounded)
-    else:
-        ids = await services.encode_prompt(text, bounded=bounded)
-    ids = truncated(ids, request, limits)
-    if not ids:
-        raise bad_request("messages: the chat template renders them to an empty prompt", param="messages")
-    return Prompt(ids, limits.for_prompt(len(ids)), text)
-
-
-def render(call: Call, request: ChatRequest) -> str:
-    template = call.services.template
-    if template is None:
-        raise ApiError(
-            400,
-            "this model has no chat template; use /v1/completions, or start the server with one",
-            code="no_chat_template",
-        )
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise bad_request(
-            "continue_final_message and add_generation_prompt can't both be true", param="continue_final_message"
-        )
-    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    try:
-        return template.render(
-            [message.model_dump(exclude_none=True) for message in request.messages],
-            add_generation_prompt=opens,
-            continue_final_message=continues,
-            variables=request.chat_template_kwargs,
-        )
-    except TemplateRefusal as error:
-        raise bad_request(str(error), param="messages", code="template_error") from None
+def call_id(short: bool = False) -> str:
+    """``short``: Mistral's templates want nine letters or digits."""
+    return uuid4().hex[:9] if short else f"call_{uuid4().hex[:24]}"
 
 
 @dataclass
 class _Answer:
-    text: list[str] = field(default_factory=list)
+    interpreter: Interpreter | None
+    opened: bool = False
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     records: list[TokenRecord] = field(default_factory=list)
     last: Piece | None = None
+
+    def take(self, events: Iterable[Event], short_ids: bool) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                self.content.append(event.text)
+            elif isinstance(event, Reasoning):
+                self.reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                function = {"name": event.name, "arguments": ""}
+                self.calls.append({"id": call_id(short_ids), "type": "function", "function": function})
+            else:
+                self.calls[event.index]["function"]["arguments"] += event.text
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return message
+
+
+def delta_of(events: Iterable[Event], short_ids: bool) -> dict[str, Any]:
+    """One chunk's delta out of one piece's events."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            delta["content"] = delta.get("content", "") + event.text
+        elif isinstance(event, Reasoning):
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+        elif isinstance(event, CallStart):
+            calls[event.index] = {
+                "index": event.index,
+                "id": call_id(short_ids),
+                "type": "function",
+                "function": {"name": event.name, "arguments": ""},
+            }
+        else:
+            assert isinstance(event, CallArguments)
+            entry = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += event.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
 
 
 class _Chat(Answering):
@@ -86,25 +98,41 @@ class _Chat(Answering):
     kind = "chat.completion"
     stream_kind = "chat.completion.chunk"
 
-    def __init__(self, call: Call, options: Options, request: ChatRequest) -> None:
-        super().__init__(call, options)
+    def __init__(self, call: Call, request: ChatRequest, conversation: Conversation) -> None:
+        super().__init__(call, Options.of(request))
         self._request = request
-        self._speller = Speller(call.services.card.tokenizer, options.ids_as_names)
-        self._opened: set[int] = set()
+        self._conversation = conversation
+        self._short_ids = conversation.tools is not None and conversation.tools.format == "mistral"
+        self._speller = Speller(call.services.card.tokenizer, self.options.ids_as_names)
         self._answers: dict[int, _Answer] = {}
-        self._plain = not (request.logprobs or request.return_token_ids or options.continuous_usage)
+        keeps_tokens = bool(request.logprobs or request.return_token_ids)
+        self._plain = not (keeps_tokens or self.options.continuous_usage or conversation.parsed)
+
+    def _answer(self, choice: Choice) -> _Answer:
+        answer = self._answers.get(choice.index)
+        if answer is None:
+            interpreter = self._conversation.interpreter() if self._conversation.parsed else None
+            answer = self._answers[choice.index] = _Answer(interpreter)
+        return answer
+
+    def _events(self, answer: _Answer, piece: Piece) -> list[Event]:
+        if answer.interpreter is not None:
+            return answer.interpreter.feed(piece)
+        return [Content(piece.text)] if piece.text else []
 
     def chunk(self, chunks: sse.Chunks, choice: Choice, piece: Piece, run: Run) -> bytes:
-        index = choice.index
-        opening = b"" if index in self._opened else self._open(chunks, choice, run)
+        answer = self._answer(choice)
+        opening = b"" if answer.opened else self._open(chunks, choice, run)
+        answer.opened = True
         if self._plain and piece.finish_reason is None:
-            return opening + chunks.chat_text(index, piece.text) if piece.text else opening
-        delta = {"content": piece.text} if piece.text else {}
-        body = self._extras({"index": index, "delta": delta}, piece.tokens, piece)
+            return opening + chunks.chat_text(choice.index, piece.text) if piece.text else opening
+        delta = delta_of(self._events(answer, piece), self._short_ids)
+        if not (delta or piece.finish_reason or piece.tokens):
+            return opening
+        body = self._extras({"index": choice.index, "delta": delta}, piece.tokens, piece, answer)
         return opening + chunks.full(body, self._usage_so_far(run))
 
     def _open(self, chunks: sse.Chunks, choice: Choice, run: Run) -> bytes:
-        self._opened.add(choice.index)
         body = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
@@ -117,11 +145,20 @@ class _Chat(Answering):
     def _usage_so_far(self, run: Run) -> dict[str, object] | None:
         return self.usage(run) if self.options.continuous_usage else None
 
-    def _extras(self, body: dict[str, Any], records: list[TokenRecord], piece: Piece) -> dict[str, Any]:
+    def usage_of(self, run: Run) -> Usage:
+        if not self._conversation.reasons:
+            return run.usage()
+        spent = reasoning_tokens(run, lambda index: a.interpreter if (a := self._answers.get(index)) else None)
+        return replace(run.usage(), reasoning_tokens=spent)
+
+    def _extras(
+        self, body: dict[str, Any], records: list[TokenRecord], piece: Piece, answer: _Answer
+    ) -> dict[str, Any]:
         request = self._request
         wanted = request.logprobs and records
         body["logprobs"] = chat_logprobs(records, self._speller, request.top_logprobs or 0) if wanted else None
-        body["finish_reason"] = piece.finish_reason
+        interpreter = answer.interpreter
+        body["finish_reason"] = piece.finish_reason if interpreter is None else interpreter.finish_reason(piece)
         if piece.finish_reason is not None:
             body["stop_reason"] = piece.stop_reason
         if request.return_token_ids:
@@ -129,8 +166,8 @@ class _Chat(Answering):
         return body
 
     def add(self, choice: Choice, piece: Piece) -> None:
-        answer = self._answers.setdefault(choice.index, _Answer())
-        answer.text.append(piece.text)
+        answer = self._answer(choice)
+        answer.take(self._events(answer, piece), self._short_ids)
         answer.records += piece.tokens
         answer.last = piece
 
@@ -139,8 +176,8 @@ class _Chat(Answering):
         for choice in run.choices:
             answer = self._answers[choice.index]
             assert answer.last is not None, "every choice ends with a piece"
-            message = {"role": "assistant", "content": "".join(answer.text), "refusal": None}
-            choices.append(self._extras({"index": choice.index, "message": message}, answer.records, answer.last))
+            body = {"index": choice.index, "message": answer.message()}
+            choices.append(self._extras(body, answer.records, answer.last, answer))
         body = {**base, "choices": choices, "usage": self.usage(run)}
         first = run.choices[0]
         if (k := self._request.prompt_logprobs) is not None:

@@ -8,13 +8,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from router.api.call import Call
-from router.api.chat import render
+from router.api.conversation import render
 from router.api.errors import ApiError, bad_request
 from router.api.generation import check_model, parse
 from router.api.metrics import CONTENT_TYPE
 from router.api.sampling import check_ids
 from router.api.schemas.chat import ChatRequest
 from router.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from router.api.tooling import plan_tools
 
 _MAX_TOP = 1000
 _ENGINES_TIMEOUT_S = 2.0
@@ -92,9 +93,10 @@ async def tokenize(call: Call) -> None:
     request = parse(call, await call.read_object(), TokenizeRequest, {})
     services = call.services
     if request.messages is not None:
-        fields = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-        chat = ChatRequest.model_construct(messages=request.messages, **request.model_dump(include=fields))
-        text, special = render(call, chat), bool(request.add_special_tokens)
+        fields = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "tool_choice"}
+        given = {name: getattr(request, name) for name in fields}
+        chat = ChatRequest.model_construct(messages=request.messages, **given)
+        text, special = render(services, chat, plan_tools(services, chat)), bool(request.add_special_tokens)
     else:
         text, special = request.prompt or "", request.add_special_tokens is not False
     ids = await services.encode(text, add_special_tokens=special, param="prompt", bounded=False)

@@ -64,12 +64,7 @@ CHAT: dict[str, Unserved] = {
     "chat_template": Unserved("the template is the operator's choice"),
     "media_io_kwargs": Unserved(_MEDIA),
     "mm_processor_kwargs": Unserved(_MEDIA),
-    "tools": Unserved("tools are not available in this version", ([],)),
-    "tool_choice": Unserved("tools are not available in this version", ("none", "auto")),
-    "parallel_tool_calls": Unserved("tools are not available in this version", (True, False)),
-    "reasoning_effort": Unserved("the served model has no such control", ("none",)),
-    "thinking_token_budget": Unserved("the served model has no such control"),
-    "include_reasoning": Unserved("the served model has no such control", (True,)),
+    "thinking_token_budget": Unserved("reasoning can be turned off by reasoning_effort, not cut"),
 }
 
 HINTS = ("prompt_cache_key", "safety_identifier")

@@ -14,6 +14,8 @@ from router.text.chat import ChatTemplate, chat_template
 from router.text.grammar import Grammars
 from router.text.grammar_process import Vocabulary
 from router.text.memo import TokenMemo
+from router.text.reasoning import END
+from router.text.tools import Format, format_of
 
 
 @dataclass
@@ -25,24 +27,31 @@ class Services:
     template: ChatTemplate | None
     memo: TokenMemo
     grammars: Grammars
+    tool_format: Format | None
+    """None: the template teaches a format not known here."""
+    reasons: bool
+    """Answers may hold reasoning in <think> tags."""
     draining: bool = False
     in_flight: int = 0
 
     @classmethod
     def build(cls, backend: Backend, card: ModelCard, options: ApiOptions) -> Services:
         tokenizer = card.tokenizer
+        template = chat_template(tokenizer, override=options.chat_template)
         return cls(
             backend,
             card,
             options,
             Metrics(card.name, options.metric_prefix),
-            chat_template(tokenizer, override=options.chat_template),
+            template,
             TokenMemo(tokenizer, max_bytes=options.memo_bytes),
             Grammars(
                 Vocabulary(
                     tokenizer.token_bytes, card.vocab_size, card.eos_token_ids, tuple(sorted(tokenizer.special_ids))
                 )
             ),
+            _tool_format(template, options),
+            options.reasoning_parser == "think" or (options.reasoning_parser == "auto" and _knows_thinking(template)),
         )
 
     def check_open(self) -> None:
@@ -89,3 +98,15 @@ class Services:
                 param=param,
                 code="context_length_exceeded",
             )
+
+
+def _tool_format(template: ChatTemplate | None, options: ApiOptions) -> Format | None:
+    if options.tool_parser != "auto":
+        return options.tool_parser
+    if template is None or not template.takes_tools:
+        return "hermes"
+    return format_of(template.source)
+
+
+def _knows_thinking(template: ChatTemplate | None) -> bool:
+    return template is not None and END in template.source

@@ -17,10 +17,13 @@ class Detokenizer:
 
     __slots__ = ("_pending", "_size", "_skip", "_table")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """``shown``: special tokens that are not skipped."""
         self._table = tokenizer.token_bytes
         self._size = tokenizer.vocab_size
-        self._skip: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip: frozenset[int] = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._pending = b""
 
     def feed(self, token_id: int) -> str:

@@ -23,6 +23,10 @@ class TextOptions:
     """Stop strings that end within the first so many tokens don't count."""
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
+    shown_special: frozenset[int] = frozenset()
+    """Special tokens shown all the same: markers that a parser must see."""
+    watch_id: int | None = None
+    """Token whose first position is noted (the end of reasoning)."""
     keep_tokens: bool = False
     """Whether pieces carry token records (logprobs or ids were asked for)."""
 
@@ -59,13 +63,17 @@ class OutputStream:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown_special
+        )
         self._tokenizer = tokenizer
         self._matcher = StopMatcher(options.stops) if options.stops else None
         self._records: deque[TokenRecord] = deque()
         self._decoded = 0
         self._shown = 0
         self.num_tokens = 0
+        self.watched_at: int | None = None
+        """Tokens up to and with the first ``watch_id``."""
         self.finished = False
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[Logprob] | None, finish: str | None) -> Piece:
@@ -120,6 +128,8 @@ class OutputStream:
 
     def _record(self, token_id: int, logprob: Logprob | None) -> None:
         self.num_tokens += 1
+        if token_id == self._options.watch_id and self.watched_at is None:
+            self.watched_at = self.num_tokens
         if self._options.keep_tokens:
             self._records.append(TokenRecord(token_id, logprob, self._decoded))
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from router.api.schemas.common import MAX_LOGPROBS, GenerationRequest, Int, Name, Request
+from router.api.schemas.tools import Effort, Tool, ToolChoice
 
 
 class TextPart(Request):
@@ -84,5 +85,15 @@ class ChatRequest(GenerationRequest):
     """Go on with the last message instead of starting a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    """Functions the model may call."""
+    tool_choice: ToolChoice | None = None
+    """auto (the default with tools), none, required, or one function by name."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+    reasoning_effort: Effort | None = None
+    """For models whose template knows it; "none" turns reasoning off where the template can."""
+    include_reasoning: bool | None = None
+    """false: leave reasoning_content out of the answer. It is generated and counted all the same."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own to the rendered template. Default false: templates bring theirs."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from router.api.schemas.chat import Message
 from router.api.schemas.common import Name, Request, TokenId
+from router.api.schemas.tools import Tool, ToolChoice
 
 
 class TokenizeRequest(Request):
@@ -21,6 +22,8 @@ class TokenizeRequest(Request):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
