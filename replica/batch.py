@@ -7,6 +7,7 @@ device. Such a token is written ``FROM_DEVICE``: the runner takes the id it samp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +20,11 @@ FROM_DEVICE = -1
 
 NULL_PAGE = 0
 """Never allocated; padded rows write and read there."""
+
+
+MaskCall = Callable[[int | None], np.ndarray]
+"""Makes a row's mask (see Row.mask) just before sampling. It gets the id sampled last for the slot when ``token_ids``
+ends with FROM_DEVICE, else None. What it raises is that row's fault."""
 
 
 @dataclass
@@ -43,8 +49,20 @@ class Row:
     num_prompt: int = 0
     position_base: int = 0
     """Absolute position of the first sampled token = start + len(token_ids) - num_samples + 1."""
-    mask: Any = None
-    """Packed int32 grammar bitmask [num_samples, ceil(vocab / 32)] or None; see replica.grammar."""
+    mask: np.ndarray | MaskCall | None = None
+    """Packed int32 grammar bitmask [num_samples, ceil(vocab / 32)], low bit first, or what makes it."""
+
+    def make_mask(self, newest: Callable[[int], int]) -> str | None:
+        """Puts the mask in place of what makes it; ``newest``: slot -> the id sampled last for it. Returns the fault
+        when there is no mask: the row may then be computed, but not sampled from."""
+        if not callable(self.mask):
+            return None
+        call, self.mask = self.mask, None
+        try:
+            self.mask = call(newest(self.slot) if self.token_ids[-1] == FROM_DEVICE else None)
+        except Exception as error:
+            return f"grammar: {error}"
+        return None
 
 
 @dataclass

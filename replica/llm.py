@@ -15,7 +15,7 @@ from typing import Any
 from replica.batch import Runner
 from replica.config import ResolvedConfig
 from replica.loop import Engine
-from replica.request import MaskFactory
+from replica.masking import MaskFactory
 from router.pages import RootFields, chain, pack_tokens
 from router.wire import EventBatch, Logprob, Sampling, Submit, TokenDelta
 

@@ -19,15 +19,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 from replica.batch import Row, Runner, Step, StepResult
 from replica.config import ResolvedConfig
 from replica.events import EventLog
+from replica.inbox import Inbox
+from replica.masking import MaskFactory
 from replica.page_pool import PagePool
-from replica.request import MaskFactory, Request, build_request
+from replica.request import Request, build_request
 from replica.scheduler import Plan, Scheduler
 from replica.status import Health, describe, probe
 from replica.step_time import StepTimeModel
@@ -86,10 +87,9 @@ class Engine:
         self._live: dict[tuple[int, str], Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._deltas: list[tuple[Any, TokenDelta]] = []
-        self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._wake = threading.Event()
-        self._gate = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._inbox = Inbox()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._started = False
         self._stopping = self.draining = False
         self._fatal: str | None = None
         self._serials = itertools.count()
@@ -101,21 +101,19 @@ class Engine:
     # --- what other threads call
 
     def start(self) -> None:
-        with self._gate:
-            if self._stopping:
-                raise RuntimeError("a stopped engine can't be started again")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
+        if self._stopping:
+            raise RuntimeError("a stopped engine can't be started again")
+        if not self._started:
+            self._started = True
+            self._inbox.open(self._thread)
+            self._thread.start()
 
     def stop(self) -> None:
         """Ends the loop at once; live requests get no further delta. Drain first to end them properly."""
-        with self._gate:
-            self._stopping = True
-            thread = self._thread
-        self._wake.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._stopping = True
+        self._inbox.wake()
+        if self._started and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def submit(self, owner: Any, request: Submit) -> None:
         """Takes the request or raises Refusal: invalid, overloaded or draining."""
@@ -132,12 +130,12 @@ class Engine:
         key = (id(owner), request.request_id)
         if self._live.setdefault(key, taken) is not taken:
             raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
-        self._post(self._enqueue, taken)
+        self._inbox.post(self._enqueue, taken)
 
     def cancel(self, owner: Any, request_id: str) -> None:
         """Ends the request with a last delta, ABORT; does nothing when it is over or unknown."""
         if (request := self._live.get((id(owner), request_id))) is not None:
-            self._post(self._abort, request)
+            self._inbox.post(self._abort, request)
 
     def replay(self, from_seq: int) -> list[EventBatch] | None:
         """Event batches from ``from_seq`` on; None: too old, ask for a snapshot."""
@@ -145,7 +143,7 @@ class Engine:
 
     def snapshot(self) -> list[Snapshot]:
         """Residency at a batch that ``on_events`` has been given before this returns."""
-        return self._ask(self._take_snapshot)
+        return self._inbox.ask(self._take_snapshot)
 
     def drain(self) -> None:
         """No new requests from now on; those taken are finished."""
@@ -156,28 +154,16 @@ class Engine:
 
     def health(self) -> Health:
         """A round trip through the loop, plus the age of the step that it waits for."""
-        ended = self._fatal or ("the engine is stopped" if self._stopping or self._thread is None else None)
-        return probe(self._ask, self._stalled_for, self.step_ms, ended)
+        ended = self._fatal or ("the engine is not running" if self._stopping or not self._started else None)
+        return probe(self._inbox.ask, self._stalled_for, self.step_ms, ended)
 
     def info(self) -> dict[str, Any]:
         """JSON-able state: config in force, pages, queue, step times, counters, the runner's description."""
-        return self._ask(lambda: describe(self))
+        return self._inbox.ask(lambda: describe(self))
 
     def check_invariants(self) -> None:
         """Exact audit of pages, references, queues and the event stream; raises AssertionError."""
-        self._ask(self._audit)
-
-    def _post(self, function: Callable[[Any], None], argument: Any) -> None:
-        self._inbox.append((function, argument))
-        self._wake.set()
-
-    def _ask(self, function: Callable[[], Any], timeout: float | None = 60.0) -> Any:
-        future: Future[Any] = Future()
-        with self._gate:
-            remote = self._thread is not None and threading.current_thread() is not self._thread
-            if remote:
-                self._post(_answer, (function, future))
-        return future.result(timeout) if remote else function()
+        self._inbox.ask(self._audit)
 
     def _queue_seconds(self) -> float:
         load = self.scheduler.load(self._fit)
@@ -200,13 +186,12 @@ class Engine:
             self._hand_out()
         for flight in self._flights:
             flight.step.wait(5.0)
-        with self._gate:
-            self._thread, self._stopping = None, True
-        self._read_inbox()
+        self._stopping = True
+        self._inbox.close()
 
     def _iterate(self) -> None:
         now = time.monotonic()
-        self._read_inbox()
+        self._inbox.run()
         self._expire(now)
         launched = len(self._flights) < self._depth and self._launch(now)
         if launched and len(self._flights) < self._depth:
@@ -218,15 +203,9 @@ class Engine:
             if self._flights[0].step.wait(patience):
                 self._read_back(self._flights.popleft())
         elif not self._deltas and not self.events.has_changes:
-            self._wake.wait(patience)
-            self._wake.clear()
+            self._inbox.wait(patience)
         self._hand_out()
         self._emit()
-
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            function, argument = self._inbox.popleft()
-            function(argument)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -241,15 +220,10 @@ class Engine:
         for slot in scheduler.released_slots:
             self.runner.release(slot)
         scheduler.released_slots.clear()
-        for request, problem in scheduler.mask_faults:
-            self._end(request, Finish.ERROR, problem)
         if plan is None:
-            stuck = (scheduler.running or scheduler.waiting) and not self._flights and not scheduler.mask_faults
-            scheduler.mask_faults.clear()
-            if stuck:
+            if (scheduler.running or scheduler.waiting) and not self._flights:
                 raise RuntimeError(f"{len(scheduler.waiting)} waiting requests can't be scheduled")
             return False
-        scheduler.mask_faults.clear()
         self.num_steps += 1
         try:
             self._flights.append(_Flight(plan, self.runner.launch(plan.batch), now))
@@ -296,7 +270,7 @@ class Engine:
         request.num_pending -= row.num_samples
         ids, finish = result.ids[index], None
         for token_id in ids:
-            suspect = not 0 <= token_id < self._vocab_size or request.mask_source is not None
+            suspect = not 0 <= token_id < self._vocab_size or request.masking is not None
             if suspect and (problem := self._problem_with(request, token_id)):
                 self.scheduler.retract(request)
                 self._end(request, Finish.ERROR, problem)
@@ -320,9 +294,9 @@ class Engine:
     def _problem_with(self, request: Request, token_id: int) -> str | None:
         if not 0 <= token_id < self._vocab_size:
             return f"sampled id {token_id} is outside the vocabulary of {self._vocab_size}"
-        if request.mask_source is not None:
+        if request.masking is not None:
             try:
-                request.mask_source.accept(token_id)
+                request.masking.accept(request.num_emitted, token_id)
             except Exception as error:
                 return f"grammar: {error}"
         return None
@@ -400,14 +374,5 @@ class Engine:
     def _audit(self) -> None:
         self.scheduler.check_invariants()
         self.events.check_invariants(self.pool.keys())
-        waiting = {id(r) for r in (*self.scheduler.running, *self.scheduler.waiting)}
-        queued = {id(r) for f, r in self._inbox if f == self._enqueue}
-        assert {id(r) for r in self._live.values()} == waiting | queued, "live and scheduled requests differ"
-
-
-def _answer(call: tuple[Callable[[], Any], Future[Any]]) -> None:
-    function, future = call
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+        known = {*self.scheduler.running, *self.scheduler.waiting, *self._inbox.pending(self._enqueue)}
+        assert set(self._live.values()) == known, "live and scheduled requests differ"

@@ -11,31 +11,17 @@ the recomputation after a preemption are the same thing with different distances
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from replica.batch import NULL_PAGE
 from replica.config import ResolvedConfig
+from replica.masking import MaskFactory, Masking
 from router.pages import HASH_BYTES, extend
 from router.wire import Code, Finish, Logprob, Refusal, Sampling, Submit
-
-
-class MaskSource(Protocol):
-    """Seam for grammars: one per request. What it raises ends that request with an error (fails closed)."""
-
-    def mask(self, num: int) -> np.ndarray:
-        """Packed int32 [num, ceil(vocab / 32)]: which ids may come next."""
-        ...
-
-    def accept(self, token_id: int) -> None: ...
-
-
-MaskFactory = Callable[[tuple[str, str]], MaskSource]
-"""(kind, source) of a grammar -> its mask source; raises for a bad grammar. Runs in the submitting thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +43,7 @@ class Request:
     deadline: float = float("inf")
     """Seconds on the engine's clock, as is ``arrival``."""
     stop_ids: frozenset[int] = frozenset()
-    mask_source: MaskSource | None = None
+    masking: Masking | None = None
 
     key: tuple[float, int] = (0.0, 0)
     """Place in every queue; kept for life, so a victim of preemption keeps its place."""
@@ -164,14 +150,12 @@ def build_request(
         raise _invalid("prompt", f"token id {largest}; the vocabulary has {vocab_size}")
     if submit.deadline_ms is not None and submit.deadline_ms <= 0:
         raise _invalid("deadline_ms", f"{submit.deadline_ms}; it must be positive")
-    mask_source = None
+    masking = None
     if sampling.grammar is not None:
         if masks is None:
             raise _invalid("grammar", f"{sampling.grammar[0]}; this engine was started without grammars")
         try:
-            mask_source = masks(sampling.grammar)
-            for token_id in ids[submit.num_prompt :].tolist():
-                mask_source.accept(token_id)
+            masking = Masking(masks(sampling.grammar), ids[submit.num_prompt :].tolist())
         except Exception as error:
             raise _invalid("grammar", f"{sampling.grammar[0]}: {error}") from error
     room = np.empty(submit.num_tokens + min(sampling.max_tokens, 64), np.int32)
@@ -190,7 +174,7 @@ def build_request(
         priority=submit.priority,
         deadline=float("inf") if submit.deadline_ms is None else now + submit.deadline_ms / 1e3,
         stop_ids=frozenset(sampling.stop_token_ids),
-        mask_source=mask_source,
+        masking=masking,
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -33,10 +34,31 @@ class _Pending:
     """One enqueued step: host tensors, and how to know that they are filled."""
 
     def __init__(
-        self, batch: Batch, sampled: Sampled | None, prompt: list[PromptScores | None], started: float
+        self,
+        batch: Batch,
+        sampled: Sampled | None,
+        prompt: list[PromptScores | None],
+        started: float,
+        faults: dict[int, str],
     ) -> None:
         self.batch, self.sampled, self.prompt, self.started = batch, sampled, prompt, started
+        self.faults = faults
+        """Rows that could not be sampled from: no grammar mask."""
         self.event: torch.cuda.Event | None = None
+
+    def newest(self, slot: int) -> int:
+        """The id that this step sampled last for ``slot``; waits for the step. Raises LookupError."""
+        if self.event is not None:
+            self.event.synchronize()
+        at = 0
+        for row in self.batch.rows:
+            if row.slot == slot and row.num_samples and self.sampled is not None:
+                ids = self.sampled.ids[at : at + row.num_samples].tolist()
+                drafts = row.token_ids[len(row.token_ids) - row.num_samples + 1 :].tolist()
+                agreed = takewhile(lambda pair: pair[0] == pair[1], zip(ids, drafts, strict=False))
+                return int(ids[sum(1 for _ in agreed)])
+            at += row.num_samples
+        raise LookupError(f"slot {slot} was not sampled for in the step before")
 
 
 class RunnerStep:
@@ -106,6 +128,8 @@ class ModelRunner:
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
         self._steps = 0
+        self._before: _Pending | None = None
+        """The step enqueued last."""
         self._closed = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -205,15 +229,28 @@ class ModelRunner:
         rows = None if wants_prompt else inputs.sample_rows
         stream = self._decoder.hidden(ids, self._kv, inputs.meta, rows)
         prompt = self._prompt.score(batch.rows, stream, inputs.meta.cu_q_host) if wants_prompt else []
-        sampled = None
+        sampled, faults = None, {}
         if plan.samples:
             logits = self._decoder.logits(stream, inputs.sample_rows if wants_prompt else None)
+            faults = self._make_masks(batch.rows)
             sampled = self._sampler.sample(logits, plan).to_host()
-        return _Pending(batch, sampled, [scores and scores.to_host() for scores in prompt], started)
+        self._before = _Pending(batch, sampled, [scores and scores.to_host() for scores in prompt], started, faults)
+        return self._before
+
+    def _make_masks(self, rows: list[Row]) -> dict[int, str]:
+        """Called with the forward pass enqueued: where a mask needs the ids of the step before, the device has work
+        while the host waits for them. Returns the faults by row."""
+
+        def newest(slot: int) -> int:
+            if self._before is None:
+                raise LookupError("there is no step before")
+            return self._before.newest(slot)
+
+        return {index: fault for index, row in enumerate(rows) if (fault := row.make_mask(newest))}
 
     def _collect(self, pending: _Pending) -> StepResult:
         rows, sampled = pending.batch.rows, pending.sampled
-        result = StepResult([[] for _ in rows])
+        result = StepResult([[] for _ in rows], faults=dict(pending.faults))
         if sampled is not None:
             self._read_samples(rows, sampled, result)
         if any(pending.prompt):
@@ -233,6 +270,8 @@ class ModelRunner:
         for index, row in enumerate(rows):
             span = range(at, at + row.num_samples)
             at += row.num_samples
+            if index in result.faults:
+                continue
             if not all(sound[i] for i in span):
                 result.faults[index] = "the model gave non-finite logits"
             elif not all(allowed[i] for i in span):

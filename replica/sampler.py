@@ -167,13 +167,27 @@ class Sampler:
             samples = [plan.samples[i] for i in penalised]
             edits_of = [s.edits for s in samples if s.edits is not None]
             self.edits.penalise(logits, penalised, edits_of, [self._drafts(s) for s in samples])
+        return self._mask(logits, plan.rows) or edited
+
+    def _mask(self, logits: torch.Tensor, rows: list[Row]) -> bool:
+        """Grammar masks, in one copy to the device; True if there were any."""
+        masks: list[np.ndarray] = []
+        where: list[int] = []
         at = 0
-        for row in plan.rows:
+        for row in rows:
             if row.mask is not None and row.num_samples:
-                edited = True
-                apply_bitmask(logits[at : at + row.num_samples], row.mask)
+                assert not callable(row.mask), "masks are made before they are applied"
+                masks.append(row.mask)
+                where += range(at, at + row.num_samples)
             at += row.num_samples
-        return edited
+        if len(where) == at:
+            apply_bitmask(logits, np.concatenate(masks))
+        elif where:
+            index = torch.tensor(where, device=self._device)
+            masked = logits[index]
+            apply_bitmask(masked, np.concatenate(masks))
+            logits[index] = masked
+        return bool(where)
 
     def _drafts(self, sample: _Sample) -> torch.Tensor:
         """Draft ids that precede a sample of speculative verification, int64 [j]."""
@@ -291,10 +305,13 @@ def _block_size(vocab: int) -> int:
 
 def apply_bitmask(logits: torch.Tensor, mask: np.ndarray | torch.Tensor) -> None:
     """Forbids, in place on [n, V], the ids whose bit is 0 in ``mask``, int32 [n, ceil(V / 32)], low bit first."""
-    words = torch.as_tensor(mask).to(logits.device, torch.int32).view(logits.shape[0], -1)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((words[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits.masked_fill_(~allowed, float("-inf"))
+    words = torch.as_tensor(mask).view(torch.uint8).view(logits.shape[0], -1)
+    if logits.device.type != "cpu":
+        # From pinned memory, or the copy would wait for the forward pass.
+        words = words.pin_memory().to(logits.device, non_blocking=True)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((words[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    logits.masked_fill_(forbidden, float("-inf"))
 
 
 def top_logprobs(raw: torch.Tensor, ids: torch.Tensor, rows: list[int], wanted: list[int]) -> TopLogprobs:

@@ -70,7 +70,6 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.released_slots: list[int] = []
         """Slots given up since the loop last told the runner."""
-        self.mask_faults: list[tuple[Request, str]] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -154,8 +153,6 @@ class Scheduler:
         for request in decoding:
             if request.num_tokens + request.num_pending >= request.max_total or request.slot < 0:
                 continue
-            if request.mask_source is not None and request.num_pending:
-                continue  # its next mask depends on a token that is still on the device
             if room <= 0:
                 break
             if request.num_computed >= request.num_pages * size and not self._grow(request, turn):
@@ -167,7 +164,8 @@ class Scheduler:
     def _grow(self, request: Request, turn: _Turn) -> bool:
         """One more page, at the expense of the last in line if need be; False when that is the request itself."""
         while not self.pool.num_available:
-            victim = next(r for r in reversed(self.running) if r is request or (r.is_decoding and r not in turn.grants))
+            victim = next(r for r in reversed(self.running) if r is request or r.is_decoding)
+            assert victim not in turn.grants, "decoding is served best first, so the last in line has no row yet"
             self._preempt(victim)
             turn.preempted = True
             if victim is request:
@@ -335,12 +333,8 @@ class Scheduler:
             total = num_tokens + request.num_pending
             num_samples = 1 if end == total else 0
             mask = None
-            if num_samples and request.mask_source is not None:
-                try:
-                    mask = request.mask_source.mask(num_samples)
-                except Exception as error:
-                    self.mask_faults.append((request, f"grammar: {error}"))
-                    continue
+            if num_samples and request.masking is not None:
+                mask = request.masking.mask_call(total - request.num_prompt, num_samples)
             pages = request.view if end > (request.num_pages - 1) * size else request.view[: (end + size - 1) // size]
             rows.append(
                 Row(

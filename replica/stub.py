@@ -132,12 +132,14 @@ class StubRunner:
         faults = (self.before_step(batch) if self.before_step else None) or {}
         result = StepResult([], faults=faults)
         for index, row in enumerate(batch.rows):
+            if fault := row.make_mask(self._last.__getitem__):
+                faults[index] = fault
             history = self._write(row) if self.content and index not in faults else 0
             ids = [
                 _choose(history, row.sampling.seed, row.position_base + i, self.vocab_size)
                 for i in range(row.num_samples)
             ]
-            if row.mask is not None:
+            if row.mask is not None and not callable(row.mask):
                 ids = [_allowed(token_id, mask) for token_id, mask in zip(ids, row.mask, strict=True)]
             if ids:
                 self._last[row.slot] = ids[-1]
