@@ -54,14 +54,6 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def largest_divisor(n: int, at_most: int) -> int:
-    """The largest power of two <= at_most that divides n."""
-    d = next_power_of_2(at_most + 1) // 2
-    while n % d:
-        d //= 2
-    return d
-
-
 class Launcher:
     """Launches kernels, or only compiles them (``compile_only``: what a worker process of the warm-up does).
 

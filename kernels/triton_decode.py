@@ -59,13 +59,14 @@ def _new_token(qkv_ptr, kw_ptr, cos, sin, kc_ptr, vc_ptr, slot, row, kvh, eps, w
 @triton.jit
 def _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr, start, end, kvh, scale, HKV: tl.constexpr,
             D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax of the packed rows over cached tokens [start, end)."""
+    """Online softmax of the packed rows over cached tokens [start, end); BLOCK divides start."""
     H: tl.constexpr = D // 2
     rh = tl.arange(0, H)
     rd = tl.arange(0, D)
     dt = q1.dtype
-    for t in tl.range(start, end, BLOCK, num_stages=STAGES):
-        tok = t + tl.arange(0, BLOCK)
+    # Counting blocks, not tokens, shows the compiler where blocks start: pages are then looked up once per page.
+    for i in tl.range(start // BLOCK, tl.cdiv(end, BLOCK), num_stages=STAGES):
+        tok = i * BLOCK + tl.arange(0, BLOCK)
         ok = tok < end
         page = tl.load(table_ptr + tok // PAGE, mask=ok, other=0).to(tl.int64)
         base = ((page * PAGE + tok % PAGE) * HKV + kvh) * D
@@ -222,8 +223,9 @@ def decode_attention(
     """Writes rows of ``out`` [M, num_heads * head_dim] that belong to requests with one new token."""
     requests = meta.kv_len.shape[0]
     single = config.split == 0 or config.split >= meta.max_kv
-    split = max(meta.max_kv, 1) if single else config.split
+    split = next_power_of_2(max(meta.max_kv, config.block)) if single else config.split
     max_split = 1 if single else triton.cdiv(meta.max_kv, split)
+    assert split % config.block == 0, f"split {split} is no multiple of the block {config.block}"
     group = shape.num_heads // shape.num_kv_heads
     unused: Any = out
     part = lse = unused

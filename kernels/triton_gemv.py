@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_common import Launch, largest_divisor, load_stream, pdl_trigger, pdl_wait, silu
+from kernels.triton_common import Launch, load_stream, next_power_of_2, pdl_trigger, pdl_wait, silu
 from kernels.tuning import GemmConfig
 
 BIG = tl.constexpr(2147483647)
@@ -118,9 +118,7 @@ def gemv(
     program, whose number is returned."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     bn = config.bn
-    bk = min(config.bk, largest_divisor(k, config.bk) if k % config.bk else config.bk)
-    if bk < 64:
-        bk = min(config.bk, 512)
+    bk = min(config.bk, next_power_of_2(k))
     programs = triton.cdiv(n, bn)
     unused: Any = x
     launch(

@@ -55,11 +55,11 @@ class TritonOps:
         *,
         table: TuningTable | None = None,
         deterministic: bool = False,
-        compile_only: bool = False,
+        launch: Launcher | None = None,
     ) -> None:
         self.device = device
         self.deterministic = deterministic
-        self.launch = Launcher(device, compile_only)
+        self.launch = launch or Launcher(device)
         cuda = device.type == "cuda"
         if table is None:
             table = TuningTable.for_device(torch.cuda.get_device_name(device)) if cuda else TuningTable()

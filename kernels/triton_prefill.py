@@ -21,11 +21,11 @@ from kernels.tuning import PrefillConfig
 
 
 @triton.jit
-def _find_request(cu_q_ptr, tile, requests, TOKENS: tl.constexpr):
+def _find_request(cu_q_ptr, tile, requests, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
     """The request of a tile: request r's tiles start at cu_q[r] // TOKENS + r, an upper bound that needs no table."""
-    rr = tl.arange(0, 256)
+    rr = tl.arange(0, SEARCH)
     at_or_before = 0
-    for r in range(0, requests, 256):
+    for r in range(0, requests, SEARCH):
         first = tl.load(cu_q_ptr + r + rr, mask=r + rr < requests, other=2147483647 // 2) // TOKENS + r + rr
         at_or_before += tl.sum((first <= tile).to(tl.int32), 0)
     return at_or_before - 1
@@ -64,14 +64,14 @@ def _step(q, kc_ptr, vc_ptr, table_ptr, t, limit, pos, m_i, l_i, acc, kvh, scale
 def prefill_attention_kernel(qkv_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_ptr, out_ptr, scale, max_pages,
                              requests, min_new, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
                              PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-                             PDL: tl.constexpr):  # fmt: skip
+                             SEARCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (M // TOKENS + R, HKV). qkv [M, (HQ + 2 HKV) * D] with q normed and rotated; all keys are in the cache
     [pages, PAGE, HKV, D]. Requests with fewer than min_new new tokens are someone else's."""
     G: tl.constexpr = HQ // HKV
     TOKENS: tl.constexpr = ROWS // G
     tile = tl.program_id(0)
     kvh = tl.program_id(1)
-    b = _find_request(cu_q_ptr, tile, requests, TOKENS)
+    b = _find_request(cu_q_ptr, tile, requests, TOKENS, SEARCH)
     first = tl.load(cu_q_ptr + b)
     new = tl.load(cu_q_ptr + b + 1) - first
     tiles = (new + TOKENS - 1) // TOKENS
@@ -117,14 +117,15 @@ def prefill_attention(
     out: torch.Tensor,
     *,
     min_new: int,
+    search: int = 256,
 ) -> None:
     """Writes rows of ``out`` [M, num_heads * head_dim] of requests with at least ``min_new`` new tokens. qkv's q part
-    is normed and rotated, and the new keys and values are in the cache."""
+    is normed and rotated, and the new keys and values are in the cache. ``search``: requests looked at in one go to find a program's."""
     requests = meta.kv_len.shape[0]
     tokens = config.rows // (shape.num_heads // shape.num_kv_heads)
     launch(
         prefill_attention_kernel, (qkv.shape[0] // tokens + requests, shape.num_kv_heads), qkv, kv.k, kv.v,
         meta.block_table, meta.kv_len, meta.cu_q, out, shape.scale * LOG2E, meta.block_table.stride(0), requests,
         min_new, HQ=shape.num_heads, HKV=shape.num_kv_heads, D=shape.head_dim, PAGE=meta.page_size, ROWS=config.rows,
-        BLOCK=config.block, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        BLOCK=config.block, STAGES=config.stages, SEARCH=search, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

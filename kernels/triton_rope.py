@@ -25,6 +25,36 @@ def _rotate_heads(src, w_ptr, cos, sin, eps, heads, HEADS: tl.constexpr, D: tl.c
     return norm_rope(a, b, w_ptr, cos, sin, eps, D, NORM)
 
 
+@triton.jit
+def _rotate_q(src, w_ptr, cos, sin, eps, HQ: tl.constexpr, D: tl.constexpr, QB: tl.constexpr, NORM: tl.constexpr):
+    H: tl.constexpr = D // 2
+    rr = tl.arange(0, QB)
+    rh = tl.arange(0, H)
+    a, b = _rotate_heads(src, w_ptr, cos, sin, eps, HQ, QB, D, NORM)
+    to = src + rr[:, None] * D + rh[None, :]
+    tl.store(to, a.to(src.dtype.element_ty), mask=rr[:, None] < HQ)
+    tl.store(to + H, b.to(src.dtype.element_ty), mask=rr[:, None] < HQ)
+
+
+@triton.jit
+def _rotate_k(src, w_ptr, cos, sin, kc_ptr, vc_ptr, slot, eps, HKV: tl.constexpr, D: tl.constexpr, KB: tl.constexpr,
+              NORM: tl.constexpr):  # fmt: skip
+    H: tl.constexpr = D // 2
+    rr = tl.arange(0, KB)
+    rh = tl.arange(0, H)
+    rd = tl.arange(0, D)
+    inside = rr[:, None] < HKV
+    v = tl.load(src + HKV * D + rr[:, None] * D + rd[None, :], mask=inside, other=0.0)
+    a, b = _rotate_heads(src, w_ptr, cos, sin, eps, HKV, KB, D, NORM)
+    at = slot * (HKV * D) + rr[:, None] * D
+    tl.store(kc_ptr + at + rh[None, :], a.to(kc_ptr.dtype.element_ty), mask=inside)
+    tl.store(kc_ptr + at + H + rh[None, :], b.to(kc_ptr.dtype.element_ty), mask=inside)
+    tl.store(vc_ptr + at + rd[None, :], v.to(vc_ptr.dtype.element_ty), mask=inside)
+    to = src + rr[:, None] * D + rh[None, :]
+    tl.store(to, a.to(src.dtype.element_ty), mask=inside)
+    tl.store(to + H, b.to(src.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["eps"])
 def rope_write_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr, slot_ptr, pos_ptr, eps,
                       HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
@@ -39,27 +69,11 @@ def rope_write_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr,
     cos = tl.load(cos_ptr + pos * H + rh)[None, :]
     sin = tl.load(sin_ptr + pos * H + rh)[None, :]
     src = qkv_ptr + row * ((HQ + 2 * HKV) * D)
-    dt = qkv_ptr.dtype.element_ty
     if tl.program_id(1) == 0:
-        a, b = _rotate_heads(src, qw_ptr, cos, sin, eps, HQ, QB, D, QK_NORM)
-        rq = tl.arange(0, QB)
-        to = src + rq[:, None] * D + rh[None, :]
-        tl.store(to, a.to(dt), mask=rq[:, None] < HQ)
-        tl.store(to + H, b.to(dt), mask=rq[:, None] < HQ)
+        _rotate_q(src, qw_ptr, cos, sin, eps, HQ, D, QB, QK_NORM)
     else:
-        src += HQ * D
-        rk = tl.arange(0, KB)
-        rd = tl.arange(0, D)
-        inside = rk[:, None] < HKV
-        v = tl.load(src + HKV * D + rk[:, None] * D + rd[None, :], mask=inside, other=0.0)
-        a, b = _rotate_heads(src, kw_ptr, cos, sin, eps, HKV, KB, D, QK_NORM)
-        at = tl.load(slot_ptr + row) * (HKV * D) + rk[:, None] * D
-        tl.store(kc_ptr + at + rh[None, :], a.to(kc_ptr.dtype.element_ty), mask=inside)
-        tl.store(kc_ptr + at + H + rh[None, :], b.to(kc_ptr.dtype.element_ty), mask=inside)
-        tl.store(vc_ptr + at + rd[None, :], v.to(vc_ptr.dtype.element_ty), mask=inside)
-        to = src + rk[:, None] * D + rh[None, :]
-        tl.store(to, a.to(dt), mask=inside)
-        tl.store(to + H, b.to(dt), mask=inside)
+        slot = tl.load(slot_ptr + row)
+        _rotate_k(src + HQ * D, kw_ptr, cos, sin, kc_ptr, vc_ptr, slot, eps, HKV, D, KB, QK_NORM)
 
 
 def rope_write(

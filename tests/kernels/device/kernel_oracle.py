@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,6 +67,35 @@ class Case:
             p = torch.softmax(s.masked_fill(~seen, -math.inf), -1)
             out.append(torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1)))
         return torch.cat(out).reshape(self.qkv.shape[0], -1)
+
+    def slice(self, request: int, start: int, end: int) -> AttentionMeta:
+        """New tokens [start, end) of one request, as a batch of their own over the same pages."""
+        m, first = self.meta, self.meta.cu_q_host[request] + start
+        rows = slice(first, first + end - start)
+        total = self.meta.kv_len_host[request] - self.new_tokens()[request] + end
+        cu, lens = [0, end - start], [total]
+        on = lambda values: torch.tensor(values, dtype=torch.int32, device=self.qkv.device)  # noqa: E731
+        return AttentionMeta(on(cu), on(lens), m.block_table[request : request + 1], m.positions[rows], m.slots[rows],
+                             m.page_size, end - start, total, end - start == 1, cu, lens)  # fmt: skip
+
+    def twin(self) -> Case:
+        """The same batch over the same old pages, for another layer."""
+        kv = LayerKV(self.before.k.clone(), self.before.v.clone())
+        return replace(self, kv=kv, history=[(k.clone(), v.clone()) for k, v in self.history])
+
+    def refill(self, qkv: torch.Tensor) -> Case:
+        """The batch with another projection (fp64, on the CPU): q, and the new keys and values in ``history``."""
+        dim, heads, kv_heads = self.shape.head_dim, self.shape.num_heads, self.shape.num_kv_heads
+        q, k, v = qkv.double().view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
+        pos = self.meta.positions.long().cpu()
+        cos, sin = self.cos.cpu()[pos], self.sin.cpu()[pos]
+        self.q = rope(rms_norm(q, self.q_norm.cpu()) if self.q_norm is not None else q, cos, sin)
+        k = rope(rms_norm(k, self.k_norm.cpu()) if self.k_norm is not None else k, cos, sin)
+        at = 0
+        for (old_k, old_v), n in zip(self.history, self.new_tokens(), strict=True):
+            old_k[-n:], old_v[-n:] = k[at : at + n], v[at : at + n]
+            at += n
+        return self
 
     def check_cache(self, tol: float = 2e-5) -> None:
         """Every new key and value is where it belongs, and no other slot has changed by one bit."""

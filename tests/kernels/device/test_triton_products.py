@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_oracle import close, gated, rms_norm
 
-from kernels.triton_common import Launcher, largest_divisor
+from kernels.triton_common import Launcher
 from kernels.triton_gated import descriptor, gated_gemm
 from kernels.triton_gemm import SplitWorkspace, skinny_gemm
 from kernels.triton_gemv import gemv
@@ -135,7 +135,3 @@ def test_gated_prefill(device: torch.device, m: int) -> None:
     a, w, y = a.to(dtype), w.to(dtype), y.to(dtype)
     gated_gemm(Launcher(device), a, descriptor(w, 16, 32), y, programs=3, tile=(16, 16, 32))
     close(y, gated(a, w), 2e-5 if dtype == torch.float32 else 8e-3)
-
-
-def test_largest_divisor() -> None:
-    assert [largest_divisor(n, 128) for n in (576, 1536, 96, 7)] == [64, 128, 32, 1]
