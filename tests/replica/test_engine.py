@@ -240,13 +240,13 @@ def test_refusals() -> None:
 
 def test_deadline_ends_a_request_waiting_or_running() -> None:
     harness = Harness(max_batch_size=1, step_ms=5.0)
-    running = harness.submit(prompt_of(20), max_tokens=1000, deadline_ms=80, seed=7)
+    running = harness.submit(prompt_of(20), max_tokens=1000, deadline_ms=500, seed=7)
     waiting = harness.submit(prompt_of(30), max_tokens=1000, deadline_ms=40)
     harness.finish(audit=False)
     assert harness.outputs[running].finish == harness.outputs[waiting].finish == Finish.DEADLINE
     assert harness.outputs[waiting].ids == []
     ids = harness.outputs[running].ids
-    assert 2 <= len(ids) < 40 and ids == reference(prompt_of(20), len(ids))
+    assert 2 <= len(ids) <= 105 and ids == reference(prompt_of(20), len(ids))
 
 
 def test_cancel_is_idempotent_and_frees_everything() -> None:

@@ -65,7 +65,7 @@ def test_a_refused_prompt_takes_the_others_with_it() -> None:
 def test_an_engine_that_stops_is_noticed() -> None:
     llm = open_llm()
     threading.Timer(0.3, llm.close).start()
-    with pytest.raises(EngineStopped, match="stopped"):
+    with pytest.raises(EngineStopped, match="not running"):
         llm.generate([[1, 2, 3]], Sampling(max_tokens=4000))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 from engine_harness import VOCAB, Harness
@@ -67,8 +68,8 @@ def test_whoever_waits_takes_over_when_the_computing_request_goes(fate: str) -> 
             raise RuntimeError("injected")
         return {0: "injected"} if kind == "fault" else None
 
-    harness = Harness(chunk_size=32, before_step=before_step, step_ms=2.0 if fate == "deadline" else 0.0)
-    first = harness.submit(prompt_of(320), max_tokens=2, seed=7, deadline_ms=20 if fate == "deadline" else None)
+    harness = Harness(chunk_size=32, before_step=before_step)
+    first = harness.submit(prompt_of(320), max_tokens=2, seed=7, deadline_ms=60_000)
     twin = harness.submit(prompt_of(320), max_tokens=2, seed=7)
     harness.step(4)
     assert harness.request(twin).slot == -1 and harness.request(first).slot >= 0
@@ -76,6 +77,8 @@ def test_whoever_waits_takes_over_when_the_computing_request_goes(fate: str) -> 
         harness.engine.cancel(harness, first)
     elif fate in ("fault", "step"):
         trouble.append(fate)
+    elif fate == "deadline":
+        harness.engine._expire(time.monotonic() + 61)
     elif fate == "preempt":
         harness.engine.scheduler._preempt(harness.request(first))
     harness.finish()
@@ -176,7 +179,7 @@ def test_a_long_prompt_finishes_under_endless_short_arrivals() -> None:
         while len(harness.engine.scheduler.waiting) < 6:
             count += 1
             harness.submit(prompt_of(20, seed=count), max_tokens=2)
-            harness.engine._read_inbox()
+            harness.engine._inbox.run()
 
     flood()
     long = harness.submit(prompt_of(640), max_tokens=1)
@@ -260,3 +263,34 @@ def test_high_priority_mode_with_a_tiny_pool_comes_to_rest() -> None:
     for i, (request_id, length) in enumerate(wanted.items()):
         ids = expected_ids(prompt_of(length, seed=i), 60, seed=7, vocab_size=VOCAB)
         assert harness.outputs[request_id].ids == ids
+
+
+def test_a_prompt_that_is_being_recomputed_is_no_victim() -> None:
+    """Seven streams grow while an eighth prompt gets a token a step: what headroom can't cover, its elders pay."""
+    harness = Harness(chunk_size=8, max_batch_size=8, max_num_pages=41, max_model_len=300, watermark=0.0)
+    victims: list[str] = []
+    preempt = harness.engine.scheduler._preempt
+
+    def note(request) -> None:
+        assert request.is_decoding, "a victim must have sampled since it was admitted"
+        victims.append(request.request_id)
+        preempt(request)
+
+    harness.engine.scheduler._preempt = note
+    elders = [harness.submit(prompt_of(8, seed=i), max_tokens=90, seed=7) for i in range(7)]
+    run_until(harness, lambda: all(len(harness.outputs[r].ids) >= 10 for r in elders))
+    prompt = harness.submit(prompt_of(240), max_tokens=2, seed=7)
+    harness.finish()
+    assert victims and prompt not in victims
+    assert harness.outputs[prompt].ids == expected_ids(prompt_of(240), 2, seed=7, vocab_size=VOCAB)
+
+
+def test_a_victim_whose_last_token_is_still_on_the_device_waits_for_it() -> None:
+    """The elder has nothing left to compute and the younger gives way to it, while the step of both is running."""
+    harness = Harness(max_num_pages=6, max_model_len=80, watermark=0.0, step_ms=40.0)
+    elder = harness.submit(prompt_of(31), max_tokens=3, seed=7)
+    younger = harness.submit(prompt_of(30), max_tokens=20, seed=7)
+    harness.finish()
+    assert harness.engine.scheduler.num_preemptions == 1
+    assert harness.outputs[elder].ids == expected_ids(prompt_of(31), 3, seed=7, vocab_size=VOCAB)
+    assert harness.outputs[younger].ids == expected_ids(prompt_of(30), 20, seed=7, vocab_size=VOCAB)
