@@ -31,6 +31,7 @@ class Stream:
 @dataclass
 class LayerKV:
     """One layer's pages: k and v [num_pages, page_size, kv_heads, head_dim] in the KV dtype. Page 0 is the null page.
+    On a CPU they are the halves of one tensor [num_pages, page_size, 2 kv_heads, head_dim], elsewhere contiguous.
     ``k_scale``, ``v_scale`` [num_pages, page_size, kv_heads] fp32 exist for int8 and int4 KV."""
 
     k: torch.Tensor
@@ -102,7 +103,7 @@ class Ops(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Optional QK-norm, RoPE, KV write at ``meta.slots``, then causal paged attention.
+        """Optional QK-norm, RoPE, KV write at ``meta.slots``, then causal paged attention. May overwrite ``qkv``.
 
         qkv [M, (num_heads + 2 num_kv_heads) * head_dim] -> [M, num_heads * head_dim]."""
         ...

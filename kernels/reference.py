@@ -84,4 +84,9 @@ class TorchOps:
 def _normed(x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
     if x.normed is not None:
         return x.normed
-    return F.rms_norm(x.h, (x.h.shape[-1],), norm, eps)
+    if x.h.dtype != torch.float32:
+        return F.rms_norm(x.h, (x.h.shape[-1],), norm, eps)
+    # On a CPU rms_norm is ten small operations; this is seven, and one pass over x less.
+    size = x.h.shape[-1]
+    scale = torch.linalg.vector_norm(x.h, 2, -1, True).square_().add_(size * eps).rsqrt_().mul_(size**0.5)
+    return torch.mul(x.h, scale).mul_(norm)

@@ -1,7 +1,8 @@
 """QK-norm, rotary positions, KV write and causal paged attention in plain torch.
 
 Query heads that share a KV head are rows of one small product, never copies of the keys. Requests with one new token
-are attended to together, in groups of similar length so that padding stays cheap; longer ones one by one.
+are attended to together, in groups of similar length so that padding stays cheap; longer ones one by one, in blocks
+of queries that see only the keys up to their own end.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import torch.nn.functional as F
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
 
 GROUP_COST_PAGES = 12
-"""What one more group costs (three calls), in page gathers: a group splits only when it saves more padding."""
+"""What one more group costs (two calls), in page gathers: a group splits only when it saves more padding."""
+QUERY_BLOCK = 128
+"""New tokens attended to at once; of 64, 128 and 256 the fastest on contexts of 0 to 1,024 tokens."""
 MAX_MASK = 4 << 20
-"""Elements of an explicit causal mask; beyond, context and new tokens are attended to apart and merged."""
+"""Elements of the causal mask; longer contexts take smaller blocks."""
 
 
 @dataclass
 class DecodeGroup:
-    """``rows`` [R] of the packed tokens, or a slice of them; ``pages`` [R * P]; ``mask`` [R, 1, 1, L], 0 or -inf."""
+    """``rows`` int64 [R] of the packed tokens, or a slice of them; ``pages`` [R * P]; ``mask`` [R, 1, 1, L], 0 or -inf,
+    None when every request fills the first ``length`` gathered tokens."""
 
     rows: torch.Tensor | slice
     pages: torch.Tensor
     num_rows: int
+    length: int
     mask: torch.Tensor | None
 
 
@@ -38,24 +43,33 @@ class Span:
     end: int
     context: int
     pages: torch.Tensor
-    mask: torch.Tensor | None
+
+
+@dataclass
+class CausalMask:
+    """``values`` [block * per_kv, width]: row t * per_kv + g forbids, of the last ``block`` columns, those after t. The
+    columns to its left forbid nothing, so a slice of them serves every context."""
+
+    block: int
+    values: torch.Tensor
 
 
 @dataclass
 class Plan:
-    """Made once per step, used by every layer. cos, sin [M, 1, head_dim], the latter's first half negated."""
+    """Made once per step, used by every layer. cos, sin [M, 1, 2, head_dim / 2], the latter's first half negated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     groups: list[DecodeGroup]
     spans: list[Span]
+    mask: CausalMask | None
 
 
 class TorchAttention:
     """Callable with the signature of ``Ops.attention``. Keeps gather buffers, which grow to the largest step."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def __call__(
         self,
@@ -68,109 +82,131 @@ class TorchAttention:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        plan = self._plan(meta, shape, qkv, cos, sin)
+        plan = _plan(meta, shape, qkv, cos, sin)
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         split = qkv.view(-1, heads + 2 * kv_heads, dim)
-        qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
+        joined = _joined(kv)
         if q_norm is not None and k_norm is not None:
-            q_normed = F.rms_norm(qk[:, :heads], (dim,), q_norm, shape.eps)
-            k_normed = F.rms_norm(qk[:, heads:], (dim,), k_norm, shape.eps)
-            qk = torch.cat((q_normed, k_normed), dim=1)
-        qk = rotate(qk, plan.cos, plan.sin)
-        q, k = qk[:, :heads], qk[:, heads:]
-        kv.k.view(-1, kv_heads, dim).index_copy_(0, meta.slots, k.to(kv.k.dtype))
-        kv.v.view(-1, kv_heads, dim).index_copy_(0, meta.slots, v.to(kv.v.dtype))
-        out = torch.empty(qkv.shape[0], kv_heads, heads // kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
-        q = q.unflatten(1, (kv_heads, heads // kv_heads))
+            qk = torch.empty_like(split[:, : heads + kv_heads])
+            qk[:, :heads] = F.rms_norm(split[:, :heads], (dim,), q_norm, shape.eps)
+            qk[:, heads:] = F.rms_norm(split[:, heads : heads + kv_heads], (dim,), k_norm, shape.eps)
+            split[:, : heads + kv_heads] = rotate(qk, plan)
+        elif qkv.dtype == torch.float32:
+            rotate_(split[:, : heads + kv_heads], plan)
+        else:
+            split[:, : heads + kv_heads] = rotate(split[:, : heads + kv_heads], plan)
+        if joined is not None and joined.dtype == qkv.dtype:
+            joined.view(-1, 2 * kv_heads, dim).index_copy_(0, meta.slots, split[:, heads:])
+        else:
+            new_k, new_v = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+            kv.k.view(-1, kv_heads, dim).index_copy_(0, meta.slots, new_k.to(kv.k.dtype))
+            kv.v.view(-1, kv_heads, dim).index_copy_(0, meta.slots, new_v.to(kv.v.dtype))
+        return self._attend(split, kv, joined, plan, shape)
+
+    def _attend(
+        self, split: torch.Tensor, kv: LayerKV, joined: torch.Tensor | None, plan: Plan, shape: AttentionShape
+    ) -> torch.Tensor:
+        """split [M, heads + 2 kv, D], rotated and written -> [M, heads * D]."""
+        m, heads, kv_heads, dim = split.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
+        q = split[:, :heads].unflatten(1, (kv_heads, heads // kv_heads))
+        if len(plan.groups) == 1 and plan.groups[0].num_rows == m:
+            group = plan.groups[0]
+            mixed = self._decode(q[group.rows], kv, joined, group, shape.scale)
+            if isinstance(group.rows, slice):
+                return mixed.reshape(m, heads * dim)
+        out = torch.empty(m, kv_heads, heads // kv_heads, dim, dtype=split.dtype, device=split.device)
         for group in plan.groups:
-            out[group.rows] = self._decode(q[group.rows], kv, group, shape)
+            out[group.rows] = self._decode(q[group.rows], kv, joined, group, shape.scale)
         for span in plan.spans:
-            self._prefill(q[span.start : span.end], k, v, kv, span, shape, out[span.start : span.end])
-        return out.view(qkv.shape[0], heads * dim)
+            if span.context == 0:
+                new = split[span.start : span.end]
+                k, v = new[:, heads : heads + kv_heads], new[:, heads + kv_heads :]
+            else:
+                k, v = self._gather(kv, joined, span.pages, split.dtype)
+            assert plan.mask is not None
+            _prefill(q[span.start : span.end], k, v, span.context, plan.mask, shape.scale, out[span.start : span.end])
+        return out.view(m, heads * dim)
 
-    def _decode(self, q: torch.Tensor, kv: LayerKV, group: DecodeGroup, shape: AttentionShape) -> torch.Tensor:
+    def _decode(
+        self, q: torch.Tensor, kv: LayerKV, joined: torch.Tensor | None, group: DecodeGroup, scale: float
+    ) -> torch.Tensor:
         """q [R, kv, group, D] -> the same; keys come as [R, kv, L, D] views of the gathered pages."""
-        k = self._gather("k", kv.k, group.pages, q.dtype).unflatten(0, (group.num_rows, -1)).transpose(1, 2)
-        v = self._gather("v", kv.v, group.pages, q.dtype).unflatten(0, (group.num_rows, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=shape.scale)
+        k, v = self._gather(kv, joined, group.pages, q.dtype)
+        k = k.unflatten(0, (group.num_rows, -1))[:, : group.length].transpose(1, 2)
+        v = v.unflatten(0, (group.num_rows, -1))[:, : group.length].transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
 
-    def _prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        span: Span,
-        shape: AttentionShape,
-        out: torch.Tensor,
-    ) -> None:
-        """q and out [n, kv, group, D]; k, v of all packed tokens [M, kv, D]."""
-        n, kv_heads, per_kv, dim = q.shape
-        if span.context == 0:
-            k, v = k[span.start : span.end].transpose(0, 1), v[span.start : span.end].transpose(0, 1)
-        else:
-            length = span.context + n
-            k = self._gather("k", kv.k, span.pages, q.dtype)[:length].transpose(0, 1)
-            v = self._gather("v", kv.v, span.pages, q.dtype)[:length].transpose(0, 1)
-        if span.mask is not None:
-            rows = q.permute(1, 2, 0, 3).reshape(kv_heads, per_kv * n, dim)
-            mixed = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=span.mask, scale=shape.scale)
-        elif span.context == 0:
-            mixed = F.scaled_dot_product_attention(
-                q.permute(1, 2, 0, 3).reshape(1, kv_heads * per_kv, n, dim),
-                k[None],
-                v[None],
-                is_causal=True,
-                scale=shape.scale,
-                enable_gqa=True,
-            )
-        else:
-            mixed = _merged(q, k, v, span.context, shape.scale)
-        out.copy_(mixed.view(kv_heads, per_kv, n, dim).permute(2, 0, 1, 3))
+    def _gather(
+        self, kv: LayerKV, joined: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of the given pages -> k, v [len(pages) * page_size, kv, D], valid until the next gather."""
+        if joined is not None:
+            both = self._select(0, joined, pages).flatten(0, 1).to(dtype)
+            half = both.shape[1] // 2
+            return both[:, :half], both[:, half:]
+        k, v = self._select(0, kv.k, pages), self._select(1, kv.v, pages)
+        return k.flatten(0, 1).to(dtype), v.flatten(0, 1).to(dtype)
 
-    def _gather(self, name: str, pool: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Tokens of the given pages -> [len(pages) * page_size, kv, D], valid until the next gather of ``name``."""
+    def _select(self, which: int, pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         need = pages.numel()
-        buffer = self._buffers.get(name)
+        buffer = self._buffers.get(which)
         if buffer is None or len(buffer) < need or buffer.shape[1:] != pool.shape[1:] or buffer.dtype != pool.dtype:
             size = 1 << (need - 1).bit_length()
-            buffer = self._buffers[name] = torch.empty(size, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
-        gathered = buffer[:need]
-        torch.index_select(pool, 0, pages, out=gathered)
-        return gathered.flatten(0, 1).to(dtype)
-
-    def _plan(
-        self, meta: AttentionMeta, shape: AttentionShape, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Plan:
-        if meta.extra is None:
-            meta.extra = {}
-        plan = meta.extra.get("torch_attention")
-        if plan is None:
-            plan = meta.extra["torch_attention"] = _make_plan(meta, shape, qkv, cos, sin)
-        assert isinstance(plan, Plan)
-        return plan
+            buffer = self._buffers[which] = torch.empty(size, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+        return torch.index_select(pool, 0, pages, out=buffer[:need])
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [M, heads, D] rotated in halves; computed in fp32. cos, sin [M, 1, D], sin's first half negated."""
-    xf = x.float().unflatten(-1, (2, -1))
-    shape = (cos.shape[0], 1, 2, -1)
-    return (xf * cos.view(shape)).addcmul_(xf.flip(2), sin.view(shape)).flatten(-2).to(x.dtype)
-
-
-def _merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attention to the context and, causally, to the new tokens, merged by their log-sum-exps.
-
-    q [n, kv, group, D]; k, v [kv, L, D] -> [kv, group * n, D]. CPU only: the call that returns the sums is."""
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, mask: CausalMask, scale: float, out: torch.Tensor
+) -> None:
+    """q and out [n, kv, group, D]; k, v [at least context + n, kv, D]."""
     n, kv_heads, per_kv, dim = q.shape
-    heads = q.permute(1, 2, 0, 3).reshape(kv_heads * per_kv, n, dim)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    new_k, new_v = (x[:, context:].repeat_interleave(per_kv, 0) for x in (k, v))
-    new, new_sum = flash(heads[None], new_k[None], new_v[None], 0.0, True, scale=scale)
-    rows = heads.reshape(1, kv_heads, per_kv * n, dim)
-    old, old_sum = flash(rows, k[None, :, :context], v[None, :, :context], 0.0, False, scale=scale)
-    share = torch.sigmoid(old_sum.reshape(-1, n) - new_sum.reshape(-1, n))[..., None].to(q.dtype)
-    return torch.lerp(new[0], old.reshape(new[0].shape), share).reshape(kv_heads, per_kv * n, dim)
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    last = mask.values.shape[1] - mask.block
+    for start in range(0, n, mask.block):
+        end = min(start + mask.block, n)
+        size, seen = end - start, context + end
+        # Column `last` of the mask is this block's first own token.
+        visible = mask.values[: size * per_kv, last - (seen - size) : last + size]
+        rows = q[start:end].transpose(0, 1).reshape(1, kv_heads, size * per_kv, dim)
+        mixed = F.scaled_dot_product_attention(rows, k[:, :, :seen], v[:, :, :seen], attn_mask=visible, scale=scale)
+        out[start:end].copy_(mixed.view(kv_heads, size, per_kv, dim).transpose(0, 1))
+
+
+def _joined(kv: LayerKV) -> torch.Tensor | None:
+    """k and v as one tensor [num_pages, page_size, 2 kv, D] where they are the halves of one: a single write and a
+    single gather then serve both."""
+    k, v = kv.k, kv.v
+    pages, size, heads, dim = k.shape
+    stride = k.stride()
+    if stride != (size * 2 * heads * dim, 2 * heads * dim, dim, 1) or v.stride() != stride:
+        return None
+    if v.data_ptr() != k.data_ptr() + heads * dim * k.element_size():
+        return None
+    return k.as_strided((pages, size, 2 * heads, dim), stride)
+
+
+def rotate_(x: torch.Tensor, plan: Plan) -> None:
+    """x fp32 [M, heads, D], rotated in halves, in place."""
+    halves = x.unflatten(-1, (2, -1))
+    swapped = halves.flip(2)
+    halves.mul_(plan.cos).addcmul_(swapped, plan.sin)
+
+
+def rotate(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """x [M, heads, D] rotated in halves; computed in fp32."""
+    halves = x.float().unflatten(-1, (2, -1))
+    return (halves * plan.cos).addcmul_(halves.flip(2), plan.sin).flatten(-2).to(x.dtype)
+
+
+def _plan(meta: AttentionMeta, shape: AttentionShape, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Plan:
+    if meta.extra is None:
+        meta.extra = {}
+    plan = meta.extra.get("torch_attention")
+    if plan is None:
+        plan = meta.extra["torch_attention"] = _make_plan(meta, shape, qkv, cos, sin)
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def _make_plan(
@@ -178,15 +214,29 @@ def _make_plan(
 ) -> Plan:
     positions = meta.positions.long()
     c, s = cos.index_select(0, positions), sin.index_select(0, positions)
-    plan = Plan(torch.cat((c, c), -1)[:, None], torch.cat((-s, s), -1)[:, None], [], [])
+    plan = Plan(torch.stack((c, c), 1)[:, None], torch.stack((-s, s), 1)[:, None], [], [], None)
     bounds = list(pairwise(meta.cu_q_host))
     singles = [i for i, (a, b) in enumerate(bounds) if b - a == 1]
     for members in _groups([-(-meta.kv_len_host[i] // meta.page_size) for i in singles]):
         plan.groups.append(_decode_group([singles[m] for m in members], bounds, meta, qkv))
     for i, (a, b) in enumerate(bounds):
         if b - a > 1:
-            plan.spans.append(_span(i, a, b, meta, shape, qkv))
+            length = meta.kv_len_host[i]
+            pages = meta.block_table[i, : -(-length // meta.page_size)]
+            plan.spans.append(Span(a, b, length - (b - a), pages))
+    if plan.spans:
+        longest = max(span.context + span.end - span.start for span in plan.spans)
+        widest = max(span.end - span.start for span in plan.spans)
+        plan.mask = _causal_mask(longest, widest, shape.num_heads // shape.num_kv_heads, qkv)
     return plan
+
+
+def _causal_mask(longest: int, widest: int, per_kv: int, like: torch.Tensor) -> CausalMask:
+    block = min(QUERY_BLOCK, widest)
+    while block > 16 and block * per_kv * (longest + block) > MAX_MASK:
+        block //= 2
+    values = torch.full((block, longest + block), float("-inf"), dtype=like.dtype, device=like.device)
+    return CausalMask(block, values.triu_(longest + 1).repeat_interleave(per_kv, 0))
 
 
 def _groups(pages: list[int]) -> list[list[int]]:
@@ -209,26 +259,13 @@ def _decode_group(
 ) -> DecodeGroup:
     rows = [bounds[i][0] for i in requests]
     lengths = [meta.kv_len_host[i] for i in requests]
-    num_pages = -(-max(lengths) // meta.page_size)
-    device = qkv.device
+    length, device = max(lengths), qkv.device
     contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
-    pages = meta.block_table[torch.tensor(requests, device=device), :num_pages].flatten()
-    positions = torch.arange(num_pages * meta.page_size, device=device)
+    pages = meta.block_table[torch.tensor(requests, device=device), : -(-length // meta.page_size)].flatten()
     mask = None
-    if min(lengths) < len(positions):
-        beyond = positions >= torch.tensor(lengths, device=device)[:, None]
+    if min(lengths) < length:
+        beyond = torch.arange(length, device=device) >= torch.tensor(lengths, device=device)[:, None]
         mask = torch.zeros(beyond.shape, dtype=qkv.dtype, device=device).masked_fill_(beyond, float("-inf"))
         mask = mask[:, None, None]
     where = slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows, device=device)
-    return DecodeGroup(where, pages, len(requests), mask)
-
-
-def _span(i: int, start: int, end: int, meta: AttentionMeta, shape: AttentionShape, qkv: torch.Tensor) -> Span:
-    length, n = meta.kv_len_host[i], end - start
-    context, per_kv = length - n, shape.num_heads // shape.num_kv_heads
-    pages = meta.block_table[i, : -(-length // meta.page_size)]
-    mask = None
-    if per_kv * n * length <= MAX_MASK or (context and qkv.device.type != "cpu"):
-        mask = torch.full((n, length), float("-inf"), dtype=qkv.dtype, device=qkv.device).triu_(context + 1)
-        mask = mask.repeat(per_kv, 1)[None, None]
-    return Span(start, end, context, pages, mask)
+    return DecodeGroup(where, pages, len(requests), length, mask)

@@ -134,12 +134,15 @@ def allocate_kv(
     config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerKV]:
     """Zeroed pages for every layer. Zeroed, because attention multiplies what it masks by 0, and 0 * NaN is NaN."""
-    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    heads = config.num_kv_heads
 
-    def pages() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(num_pages, page_size, count, config.head_dim, dtype=dtype, device=device)
 
-    return [LayerKV(pages(), pages()) for _ in range(config.num_layers)]
+    if device.type != "cpu":
+        return [LayerKV(zeros(heads), zeros(heads)) for _ in range(config.num_layers)]
+    joined = [zeros(2 * heads) for _ in range(config.num_layers)]
+    return [LayerKV(both[:, :, :heads], both[:, :, heads:]) for both in joined]
 
 
 def random_model(

@@ -78,6 +78,13 @@ def naive_attention(
     return out.flatten(1).float()
 
 
+def random_pages(num_pages: int, heads: int, dim: int, joined: bool) -> LayerKV:
+    """``joined``: k and v are halves of one tensor, as the runner allocates them on a CPU."""
+    both = torch.randn(num_pages, PAGE, 2 * heads, dim)
+    k, v = both[:, :, :heads], both[:, :, heads:]
+    return LayerKV(k, v) if joined else LayerKV(k.contiguous(), v.contiguous())
+
+
 BATCHES = {
     "decode": [(0, 1), (5, 1), (15, 1), (16, 1), (31, 1), (60, 1)],
     "one decode": [(40, 1)],
@@ -88,40 +95,51 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("max_mask", [1 << 22, 0], ids=["mask", "merge"])
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("block", [128, 4])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_attention(batch: str, qk_norm: bool, max_mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_attention, "MAX_MASK", max_mask)
+def test_attention(batch: str, qk_norm: bool, block: int, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "QUERY_BLOCK", block)
     torch.manual_seed(1)
     meta, num_pages = make_meta(BATCHES[batch])
     shape = AttentionShape(6, 2, 16, 1e-6, 16**-0.5)
-    kv = LayerKV(*(torch.randn(num_pages, PAGE, 2, 16) for _ in range(2)))
+    kv = random_pages(num_pages, 2, 16, joined)
+    assert (torch_attention._joined(kv) is not None) == joined
     before = LayerKV(kv.k.clone(), kv.v.clone())
     cos, sin = torch.randn(800, 8), torch.randn(800, 8)
     norms = [torch.rand(16) + 0.5, torch.rand(16) + 0.5] if qk_norm else None
     qkv = torch.randn(meta.cu_q_host[-1], 10 * 16)
-    got = TorchOps(CPU, torch.float32).attention(qkv, kv, meta, shape, *(norms or (None, None)), cos, sin)
+    got = TorchOps(CPU, torch.float32).attention(qkv.clone(), kv, meta, shape, *(norms or (None, None)), cos, sin)
     expected = naive_attention(qkv, before, meta, shape, norms, cos, sin)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(kv.k, before.k, atol=1e-5, rtol=1e-5)
     assert torch.equal(kv.v, before.v)
 
 
-def test_gather_buffers_are_reused_across_sizes_and_pools() -> None:
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+def test_gather_buffers_are_reused_across_sizes_and_pools(joined: bool) -> None:
     ops = TorchOps(CPU, torch.float32)
     for requests, dim in (([(600, 1)], 16), ([(5, 1), (9, 1)], 16), ([(100, 4)], 32), ([(600, 1)], 16)):
         torch.manual_seed(2)
         meta, num_pages = make_meta(requests)
         shape = AttentionShape(2, 1, dim, 1e-6, dim**-0.5)
-        kv = LayerKV(*(torch.randn(num_pages, PAGE, 1, dim) for _ in range(2)))
+        kv = random_pages(num_pages, 1, dim, joined)
         before = LayerKV(kv.k.clone(), kv.v.clone())
         table = torch.randn(800, dim // 2)
         qkv = torch.randn(meta.cu_q_host[-1], 4 * dim)
-        got = ops.attention(qkv, kv, meta, shape, None, None, table, table)
+        got = ops.attention(qkv.clone(), kv, meta, shape, None, None, table, table)
         torch.testing.assert_close(
             got, naive_attention(qkv, before, meta, shape, None, table, table), atol=2e-5, rtol=1e-4
         )
+
+
+def test_long_contexts_take_smaller_query_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.empty(0)
+    assert torch_attention._causal_mask(1000, 512, 3, like).block == 128
+    assert torch_attention._causal_mask(1000, 20, 3, like).block == 20
+    long = torch_attention._causal_mask(100_000, 512, 4, like)
+    assert 16 <= long.block < 128 and long.values.numel() <= 16 * 4 * 100_016 * 2
 
 
 def test_groups_split_only_where_padding_costs_more() -> None:
