@@ -28,9 +28,15 @@ from router.wire import (
     Submit,
     TokenDelta,
     encode,
+    rechunk,
 )
 
 log = logging.getLogger(__name__)
+
+SNAPSHOT_KEYS = 4096
+"""Per chunk sent: taking one in doesn't hold up a router's streams."""
+SNAPSHOT_PAUSE_S = 0.002
+"""Between two chunks: tokens of the same router go first."""
 
 
 class EnginePort(Protocol):
@@ -354,10 +360,12 @@ class TokenServer:
             if from_seq is not None:
                 answer = await asyncio.to_thread(engine.replay, from_seq)
             if answer is None:
-                answer = await asyncio.to_thread(engine.snapshot)
+                answer = rechunk(await asyncio.to_thread(engine.snapshot), SNAPSHOT_KEYS)
             for part in answer:
                 if not router.connection.send(part.to_frame()):
                     return
+                if isinstance(part, Snapshot):
+                    await asyncio.sleep(SNAPSHOT_PAUSE_S)
         finally:
             router.repairing = False
 

@@ -160,6 +160,7 @@ class Dispatcher:
             "root": dict(zip(ROOT_FIELDS, root_to_wire(self._root), strict=True)) if self._root else None,
             "in_sync": bool(slots) and all(slot is not None and slot.synced for slot in slots),
             "pages": directory.num_pages(),
+            "ttft_prediction": self.placement.prediction.describe(),
             "pending_reservations": len(directory.pending),
             "replicas": [link.describe() for _, link in sorted(self.links.items())],
             "prefixes": [

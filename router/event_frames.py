@@ -5,7 +5,8 @@ Everything is type-checked on decoding, so that applying a decoded batch can't f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from math import isfinite
 from typing import Any
@@ -18,7 +19,7 @@ class Tier(IntEnum):
     HOST = 1
 
 
-_TIERS = tuple(Tier)
+_TIERS = tuple(int(tier) for tier in Tier)
 
 
 @dataclass
@@ -57,6 +58,10 @@ def _is_number(value: Any) -> bool:
 
 def _is_u64(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 64
+
+
+def _is_tier(value: Any) -> bool:
+    return type(value) is int and value in _TIERS
 
 
 def _is_keys(value: Any) -> bool:
@@ -142,8 +147,8 @@ class EventBatch:
             and _is_u64(epoch)
             and _is_u64(seq)
             and type(t_ns) is int
-            and all(_is_u64(p) and t in _TIERS and _is_keys(k) for p, t, k in batch.stored)
-            and all(t in _TIERS and _is_keys(k) for t, k in batch.removed)
+            and all(_is_u64(p) and _is_tier(t) and _is_keys(k) for p, t, k in batch.stored)
+            and all(_is_tier(t) and _is_keys(k) for t, k in batch.removed)
             and all(isinstance(rid, str) for rid in batch.ended)
         )
         if not typed:
@@ -203,7 +208,19 @@ class Snapshot:
             )
         except (ValueError, TypeError) as error:
             raise ProtocolError(f"bad SNAPSHOT frame: {error}") from None
-        typed = isinstance(replica, str) and _is_u64(epoch) and _is_u64(seq) and tier in _TIERS and _is_keys(keys)
+        typed = isinstance(replica, str) and _is_u64(epoch) and _is_u64(seq) and _is_tier(tier) and _is_keys(keys)
         if not typed or not (_is_u64(index) and _is_u64(total) and index < total):
             raise ProtocolError("bad SNAPSHOT frame: wrong types")
         return chunk
+
+
+def rechunk(snapshot: Sequence[Snapshot], max_keys: int) -> list[Snapshot]:
+    """The same snapshot in chunks of at most ``max_keys`` keys."""
+    stride = 8 * max_keys
+    cut = [
+        replace(part, keys=part.keys[start : start + stride], reservations=[])
+        for part in snapshot
+        for start in range(0, max(1, len(part.keys)), stride)
+    ]
+    cut[-1].reservations = list(snapshot[-1].reservations)
+    return [replace(part, index=index, total=len(cut)) for index, part in enumerate(cut)]

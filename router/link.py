@@ -200,7 +200,7 @@ class Link:
                     lambda: Connection(self._host.greet, self, self._options.connection), *self.address
                 )
                 await asyncio.wait_for(connecting, self._options.connect_timeout_s)
-            except OSError as error:  # TimeoutError is one
+            except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
                 self.reason = f"cannot connect to {self.address[0]}:{self.address[1]}: {error or 'timed out'}"
             else:
                 await self._closed.wait()
@@ -222,6 +222,8 @@ class Link:
         self.stream.detach()
         self.replica.on_lost(now)
         attempts, self._inflight = self._inflight, {}
+        if state != LinkState.CLOSED or attempts:
+            log.warning("replica %s lost (%s); %d requests go on elsewhere", self.name, reason, len(attempts))
         for attempt in attempts.values():
             attempt.on_lost(reason)
         for answer in self._asked.values():

@@ -30,6 +30,14 @@ class PredictionError:
         self.within_15_percent += error <= 0.15
         self.sum_abs_ratio += error
 
+    def describe(self) -> dict[str, float]:
+        n = max(1, self.count)
+        return {
+            "count": self.count,
+            "within_15_percent": round(self.within_15_percent / n, 4),
+            "mean_relative_error": round(self.sum_abs_ratio / n, 4),
+        }
+
 
 @dataclass(eq=False)
 class ReplicaState:
@@ -192,8 +200,10 @@ class Placement:
         state = self.replicas[decision.replica]
         state.own[request] = (now, decision.ttft_ms)
         state.backlog.push(request, decision.prefill_ms, now)
-        if state.slot is not None:
-            state.directory.pending.reserve(state.slot.bit, request, keys[decision.cached // self.page_size :])
+        if (slot := state.slot) is not None:
+            # from what is really there, not from what others have pending: they may be cancelled, and this one not
+            held = depth_of(self.directory.resident(keys, slot.bit), slot.bit)
+            self.directory.pending.reserve(slot.bit, request, keys[held:])
 
     def first_token(self, name: str, request: str, now: float) -> None:
         """Out of the queue. Its pages stay pending until the stream's own event says that they are stored."""

@@ -34,8 +34,9 @@ class StreamsOptions:
 
     ``admit_wait_s``: a new request waits so long for a replica when none is there. ``resume_wait_s``: a stream that
     lost its replica waits so long for another before it ends with an error. ``max_ttft_s``: a first token predicted
-    later than this is refused as overloaded. ``max_deaths``: replicas lost in a row without a token in between, after
-    which the request itself is suspected. ``retry_ratio``, ``retry_floor``: see :class:`RetryBudget`.
+    later than this is refused as overloaded. ``max_deaths``: replicas lost in a row with fewer than
+    ``progress_tokens`` tokens in between, after which the request itself is suspected. ``retry_ratio`` and
+    ``retry_floor``: see :class:`router.retry_budget.RetryBudget`.
     """
 
     admit_wait_s: float = 5.0
@@ -43,6 +44,7 @@ class StreamsOptions:
     accept_timeout_s: float = 5.0
     max_ttft_s: float = 300.0
     max_deaths: int = 3
+    progress_tokens: int = 32
     retry_ratio: float = 0.1
     retry_floor: int = 16
 
@@ -71,14 +73,14 @@ class Changes:
 class Attempt:
     """One submission of a ticket's work to one replica; see :class:`router.link.Attempt`."""
 
-    __slots__ = ("answer", "link", "request", "started", "streams", "ticket")
+    __slots__ = ("answer", "link", "num_tokens", "request", "streams", "ticket")
 
     def __init__(self, streams: Streams, ticket: StreamTicket, link: Link, request: str) -> None:
         self.streams = streams
         self.ticket = ticket
         self.link = link
         self.request = request
-        self.started = False
+        self.num_tokens = 0
         self.answer: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         """None: accepted. ConnectionError: the replica was lost first."""
 
@@ -137,6 +139,8 @@ class Streams:
 
     async def admit(self, job: Job, root: RootFields, until: float, deadline: float | None) -> StreamTicket:
         """See :meth:`router.backend.Backend.admit`. What raises leaves nothing behind."""
+        if not job.prompt:
+            raise Refused("the prompt has no tokens; at least 1 is needed", param="prompt")
         try:
             work = Work(job, root)
         except ValueError as error:
@@ -264,11 +268,10 @@ class Streams:
         if self._live.get(ticket) is not attempt:
             return
         if delta.ids:
-            if not attempt.started:
-                attempt.started = True
+            if not attempt.num_tokens:
                 attempt.on_accept()
-                ticket.deaths = 0
                 self._placement.first_token(attempt.link.name, attempt.request, self._now())
+            attempt.num_tokens += len(delta.ids)
             self._counters["tokens"] += len(delta.ids)
             try:
                 ticket.work.note(delta)
@@ -304,9 +307,9 @@ class Streams:
         if self._live.get(ticket) is not attempt:
             return
         self._live[ticket] = None
-        ticket.deaths += 1
+        ticket.deaths = 1 if attempt.num_tokens >= self.options.progress_tokens else ticket.deaths + 1
         self._counters["lost"] += 1
-        log.warning("request %s lost replica %s: %s", attempt.request, attempt.link.name, reason)
+        log.debug("request %s lost replica %s: %s", attempt.request, attempt.link.name, reason)
         self._resuming[ticket] = asyncio.get_running_loop().create_task(self._resume(ticket))
 
     async def _resume(self, ticket: StreamTicket) -> None:

@@ -93,7 +93,7 @@ class StreamTicket:
         self.replica = ""
         self.num_cached = 0
         self.deaths = 0
-        """Replicas lost under it since its last token."""
+        """Replicas lost under it in a row; see :class:`router.streams.StreamsOptions`."""
         self.closed = False
         self._owner = owner
         self._cached_known = False

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from router.event_frames import EventBatch, Load, Snapshot, Tier
+from router.event_frames import EventBatch, Load, Snapshot, Tier, rechunk
 from router.framing import MAX_FRAME, VERSION, FrameBuffer, Kind, ProtocolError, encode, proof
 from router.sampling import GRAMMAR_LIMITS, Sampling
 
@@ -51,6 +51,7 @@ __all__ = [
     "TokenDelta",
     "encode",
     "proof",
+    "rechunk",
 ]
 
 
