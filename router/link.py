@@ -94,7 +94,7 @@ class Link:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_tag = 0
         self._engine_silent_s = 0.0
-        self._down_since = self._now()
+        self._down_since = self.now()
         self._task = asyncio.get_running_loop().create_task(self._connect_forever(), name=f"link {name}")
         self._handlers: dict[int, Callable[[list[Any]], None]] = {
             Kind.TOKENS: self._on_tokens,
@@ -113,7 +113,7 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        return self._connection.silent_s if self._connection is not None else self._now() - self._down_since
+        return self._connection.silent_s if self._connection is not None else self.now() - self._down_since
 
     # --- requests
 
@@ -177,7 +177,7 @@ class Link:
 
     def tick(self) -> None:
         """Every few tens of milliseconds: repeat unanswered questions, judge silence."""
-        now = self._now()
+        now = self.now()
         options = self._options
         connection = self._connection
         if connection is None:
@@ -218,7 +218,7 @@ class Link:
         if not was_open:
             return
         self.lost_connections += 1
-        self._down_since = now = self._now()
+        self._down_since = now = self.now()
         self.stream.detach()
         self.replica.on_lost(now)
         attempts, self._inflight = self._inflight, {}
@@ -239,7 +239,7 @@ class Link:
             self._connection.send(ask.to_frame())
 
     @staticmethod
-    def _now() -> float:
+    def now() -> float:
         return asyncio.get_running_loop().time()
 
     # --- router.connection.Handler
@@ -261,7 +261,7 @@ class Link:
         self.replica.accepting = not self._leaving
         self.replica.suspicious = False
         self._engine_silent_s = 0.0
-        self._ask(self.stream.attach(peer.epoch, self._now()))
+        self._ask(self.stream.attach(peer.epoch, self.now()))
         self._host.on_link_change(self)
 
     def on_frame(self, connection: Connection, frame: list[Any]) -> None:
@@ -283,7 +283,7 @@ class Link:
         self._closed.set()
 
     def idle_frame(self, connection: Connection) -> bytes:
-        return encode(Kind.PING, int(self._now() * 1e6))
+        return encode(Kind.PING, int(self.now() * 1e6))
 
     # --- frames
 
@@ -313,12 +313,12 @@ class Link:
         batch = EventBatch.from_frame(frame)
         self._engine_silent_s = 0.0
         self._follow(batch.replica, batch.epoch)
-        self._ask(self.stream.on_batch(batch, self._now()))
+        self._ask(self.stream.on_batch(batch, self.now()))
 
     def _on_snapshot(self, frame: list[Any]) -> None:
         chunk = Snapshot.from_frame(frame)
         self._follow(chunk.replica, chunk.epoch)
-        self._ask(self.stream.on_snapshot(chunk, self._now()))
+        self._ask(self.stream.on_snapshot(chunk, self.now()))
 
     def _follow(self, replica: str, epoch: int) -> None:
         if replica != self.name:
@@ -330,7 +330,7 @@ class Link:
     def _on_pong(self, frame: list[Any]) -> None:
         _, _, epoch, seq, engine_ms = frame[:5]
         self._engine_silent_s = float(engine_ms) / 1e3
-        self._ask(self.stream.on_heartbeat(int(epoch), int(seq), self._now()))
+        self._ask(self.stream.on_heartbeat(int(epoch), int(seq), self.now()))
 
     def _on_info(self, frame: list[Any]) -> None:
         answer = self._asked.get(frame[1])
@@ -361,7 +361,7 @@ class Link:
             "silent_s": round(self.silent_s, 3),
             "suspicious": self.replica.suspicious,
             "in_flight_from_here": self.num_inflight,
-            "queue_ms": round(self.replica.backlog.queue_ms(self._now()), 3),
+            "queue_ms": round(self.replica.backlog.queue_ms(self.now()), 3),
             "waiting": len(self.replica.backlog),
             "load": {
                 "queued_uncached_tokens": load.queued_uncached_tokens,
