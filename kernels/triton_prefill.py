@@ -120,7 +120,8 @@ def prefill_attention(
     search: int = 256,
 ) -> None:
     """Writes rows of ``out`` [M, num_heads * head_dim] of requests with at least ``min_new`` new tokens. qkv's q part
-    is normed and rotated, and the new keys and values are in the cache. ``search``: requests looked at in one go to find a program's."""
+    is normed and rotated, and the new keys and values are in the cache. ``search``: requests compared
+    in one go to find the one a program serves."""
     requests = meta.kv_len.shape[0]
     tokens = config.rows // (shape.num_heads // shape.num_kv_heads)
     launch(

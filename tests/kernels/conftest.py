@@ -1,5 +1,5 @@
 """The tests under ``device/`` run the Triton kernels: compiled where a GPU is, interpreted where TRITON_INTERPRET=1 was
-set before Triton's first import. In any other process they cannot run; ``test_interpreter.py`` starts one where they can.
+set before Triton's first import. Elsewhere they cannot run; ``test_interpreter.py`` starts a process where they can.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -108,7 +109,7 @@ class Case:
 
     def new_tokens(self) -> list[int]:
         c = self.meta.cu_q_host
-        return [b - a for a, b in zip(c, c[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(c)]
 
 
 def attention_case(
