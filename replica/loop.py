@@ -30,7 +30,7 @@ from replica.masking import MaskFactory
 from replica.page_pool import PagePool
 from replica.request import Request, build_request
 from replica.scheduler import Plan, Scheduler
-from replica.status import Health, describe, probe
+from replica.status import Health, describe, load_of, probe
 from replica.step_time import StepTimeModel
 from router.pages import RootFields, key64
 from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, TokenDelta
@@ -166,7 +166,7 @@ class Engine:
         self._inbox.ask(self._audit)
 
     def _queue_seconds(self) -> float:
-        load = self.scheduler.load(self._fit)
+        load = load_of(self.scheduler, self._fit)
         return min(60.0, max(1.0, load.queued_uncached_tokens * self._fit[0] / 1e3))
 
     # --- the loop
@@ -356,7 +356,7 @@ class Engine:
         if due:
             self._fit = self.step_time.coefficients
         self._last_emit = time.monotonic()
-        batch = self.events.emit(self.scheduler.load(self._fit))
+        batch = self.events.emit(load_of(self.scheduler, self._fit))
         try:
             self._on_events(batch)
         except Exception:
@@ -364,7 +364,7 @@ class Engine:
 
     def _take_snapshot(self) -> list[Snapshot]:
         self._emit(now=True)
-        return self.events.snapshot(self.pool.keys(), self.scheduler.load(self._fit))
+        return self.events.snapshot(self.pool.keys(), load_of(self.scheduler, self._fit))
 
     def _stalled_for(self) -> float:
         if not self._flights:

@@ -29,7 +29,6 @@ from replica.config import ResolvedConfig
 from replica.page_pool import PagePool
 from replica.request import Request
 from replica.step_time import StepShape
-from router.wire import Load
 
 LOOKAHEAD = 16
 """Waiting requests without room that admission looks past, in one step."""
@@ -77,6 +76,8 @@ class Scheduler:
         self._computing: dict[bytes, Request] = {}
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._serial = 0
+        self.queued_tokens = 0
+        """Tokens that the waiting have to prefill, as estimated when they were queued."""
         self._watermark = int(config.watermark * (pool.num_pages - 1)) if config.kv_cache_paging else 0
 
     # --- requests come and go
@@ -86,8 +87,7 @@ class Scheduler:
         request.key = (request.arrival + request.priority * self.config.ageing_s, self._serial)
         self._serial += 1
         hits = self.pool.match(request.hashes, self._hit_limit(request))
-        request.uncached_estimate = request.num_tokens - hits * self.config.page_size
-        insort(self.waiting, request, key=_key)
+        self._enqueue(request, request.num_tokens - hits * self.config.page_size)
         return hits
 
     def remove(self, request: Request) -> None:
@@ -96,6 +96,12 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+            self.queued_tokens -= request.uncached_estimate
+
+    def _enqueue(self, request: Request, uncached: int) -> None:
+        request.uncached_estimate = uncached
+        self.queued_tokens += uncached
+        insort(self.waiting, request, key=_key)
 
     def publish(self, request: Request) -> None:
         """Full pages among the num_written tokens, read back as sound, may serve others from now on."""
@@ -261,10 +267,13 @@ class Scheduler:
         if num_hits < limit and request.hashes[num_hits] in self._computing:
             request.awaits = request.hashes[num_hits]
             return False
-        hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]]
         tokens = request.num_tokens if config.kv_cache_paging else config.max_model_len
         needed = config.pages_for(tokens) - num_hits
-        if needed + self._headroom(request, num_hits) > pool.num_available - pool.num_idle(hits):
+        spare = pool.num_available - needed - self._headroom(request, num_hits)
+        if spare < 0:
+            return False
+        hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]]
+        if spare < pool.num_idle(hits):
             return False
         pool.acquire(hits)
         fresh = pool.allocate(needed)
@@ -287,6 +296,7 @@ class Scheduler:
             self.prefix_queries += request.num_tokens
             self.prefix_hits += request.num_computed
         insort(self.running, request, key=_key)
+        self.queued_tokens -= request.uncached_estimate
         return True
 
     def _headroom(self, request: Request, num_hits: int) -> int:
@@ -303,8 +313,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.num_computed = request.num_written = 0
-        request.uncached_estimate = request.num_tokens
-        insort(self.waiting, request, key=_key)
+        self._enqueue(request, request.num_tokens)
 
     def _leave(self, request: Request) -> None:
         # A launched step may still write these pages; later steps run after it on the device, so they may be reused.
@@ -363,22 +372,6 @@ class Scheduler:
             request.num_pending += num_samples
         return plan if rows else None
 
-    # --- views
-
-    def load(self, coefficients: tuple[float, float, float, float, float]) -> Load:
-        queued = sum(r.uncached_estimate for r in self.waiting)
-        waiting, context = len(self.waiting), 0
-        for request in self.running:
-            total = request.num_tokens + request.num_pending
-            if total > request.admitted_total:
-                context += request.num_computed
-            else:
-                queued += total - request.num_computed
-            if not request.announced:
-                waiting += 1
-        free, evictable = self.pool.num_free, self.pool.num_cached
-        return Load(queued, len(self.running), waiting, context, free, evictable, coefficients)
-
     def check_invariants(self) -> None:
         """Exact audit of slots, references, queues and claims; raises AssertionError."""
         self.pool.check_invariants()
@@ -393,5 +386,6 @@ class Scheduler:
             assert request.finish is None and request.num_written <= request.num_computed <= request.num_total
             assert request.num_computed <= request.num_pages * self.config.page_size
         assert len(held) == self.pool.num_held, "pages are held by nobody"
+        assert self.queued_tokens == sum(r.uncached_estimate for r in self.waiting)
         assert all(r.slot < 0 and not r.num_pages and not r.pins and r.finish is None for r in self.waiting)
         assert all(r.slot >= 0 for r in self._computing.values()), "a page is claimed by a request that left"

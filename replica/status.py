@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from replica.scheduler import Scheduler
+from router.wire import Load
+
 if TYPE_CHECKING:
     from replica.loop import Engine
 
@@ -47,6 +50,21 @@ def probe(
     return Health(reason is None, reason or "ok", (time.monotonic() - began) * 1e3, longest * 1e3)
 
 
+def load_of(scheduler: Scheduler, coefficients: tuple[float, float, float, float, float]) -> Load:
+    """The scheduler's load at this moment."""
+    queued, waiting, context = scheduler.queued_tokens, len(scheduler.waiting), 0
+    for request in scheduler.running:
+        total = request.num_tokens + request.num_pending
+        if total > request.admitted_total:
+            context += request.num_computed
+        else:
+            queued += total - request.num_computed
+        if not request.announced:
+            waiting += 1
+    pool = scheduler.pool
+    return Load(queued, len(scheduler.running), waiting, context, pool.num_free, pool.num_cached, coefficients)
+
+
 def describe(engine: Engine) -> dict[str, Any]:
     """JSON-able. Runs on the engine thread."""
     scheduler, steps = engine.scheduler, np.array(engine.step_ms or [0.0])
@@ -61,7 +79,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             **engine.pool.counts(),
             "held_tokens": sum(request.num_computed for request in scheduler.running),
         },
-        "load": asdict(scheduler.load(engine.step_time.coefficients)),
+        "load": asdict(load_of(scheduler, engine.step_time.coefficients)),
         "steps": {
             "count": engine.num_steps,
             "p50_ms": float(np.quantile(steps, 0.5)),

@@ -192,7 +192,8 @@ def test_logprobs_pass_through() -> None:
     assert len(output.prompt_logprobs) == 70 and harness.outputs[warm].prompt_logprobs is None
 
 
-def test_heartbeats_go_on_while_a_step_is_long() -> None:
+def heartbeat_gaps() -> list[float]:
+    """Seconds between event batches, sorted, while two steps of 700 ms run."""
     harness = Harness(step_ms=700.0)
     times: list[float] = []
     apply = harness.mirror.apply
@@ -201,33 +202,51 @@ def test_heartbeats_go_on_while_a_step_is_long() -> None:
     try:
         harness.submit(prompt_of(10), max_tokens=2)
         wait_for(harness.engine.idle)
-        gaps = sorted(b - a for a, b in itertools.pairwise(times))
-        assert len(gaps) > 20 and gaps[len(gaps) // 2] < 0.05, "an event batch at least every 50 ms"
-        assert gaps[-1] < 0.35, "no step of 700 ms may hold a heartbeat back"
         snapshot = harness.engine.snapshot()
         assert len(harness.engine.replay(snapshot[-1].seq)) >= 1
     finally:
         harness.engine.stop()
+    return sorted(b - a for a, b in itertools.pairwise(times))
+
+
+def test_heartbeats_go_on_while_a_step_is_long() -> None:
+    for _ in range(4):  # a busy machine may hold any thread back; a loop that waits for its step does so every time
+        gaps = heartbeat_gaps()
+        if gaps[len(gaps) // 2] < 0.05 and gaps[-1] < 0.35:
+            return
+    raise AssertionError(f"an event batch every 50 ms was promised; median {gaps[len(gaps) // 2]}, worst {gaps[-1]}")
 
 
 def test_health_turns_red_when_the_device_hangs_and_green_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "HEALTH_FLOOR_S", 0.3)
-    slow = threading.Event()
     harness = Harness(step_ms=1.0)
-    harness.runner._step_ms = lambda batch: 1500.0 if slow.is_set() else 1.0
+    launch = harness.runner.launch
+    hung = []
+
+    def hang(batch):
+        step = launch(batch)
+        step._ready = float("inf")
+        hung.append(step)
+        return step
+
     harness.engine.start()
     try:
         harness.submit(prompt_of(10), max_tokens=5)
         wait_for(harness.engine.idle)
         assert harness.engine.health().ok
-        slow.set()
+        harness.runner.launch = hang
         harness.submit(prompt_of(11), max_tokens=1)
-        time.sleep(0.7)
+        wait_for(lambda: hung)
+        time.sleep(max(0.4, 2.5e-3 * max(harness.engine.step_ms)))
         health = harness.engine.health()
         assert not health.ok and "a step has run" in health.reason
+        hung[0]._ready = 0.0
         wait_for(harness.engine.idle)
         assert harness.engine.health().ok
     finally:
+        harness.runner.launch = launch
+        for step in hung:
+            step._ready = 0.0
         harness.engine.stop()
 
 
