@@ -125,6 +125,7 @@ def meta_of(new: list[int], lens: list[int], page: int, max_kv: int) -> Attentio
     i32 = lambda *s: empty(*s, dtype=torch.int32)  # noqa: E731
     cu = [sum(new[:i]) for i in range(r + 1)]
     slots = empty(m, dtype=torch.int64)
+    slots = empty(m, dtype=torch.int64)
     return AttentionMeta(i32(r + 1), i32(r), i32(r, max_kv // page), i32(m), slots, page, max(new), max_kv, max(new) == 1,
                          cu, lens)  # fmt: skip
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-import itertools
 
 from kernels.bench_step import EPS, MODELS, Step, capture  # noqa: E402
 from kernels.interface import AttentionMeta, LayerKV, Stream  # noqa: E402
@@ -72,6 +71,7 @@ def test_decode_is_as_close_to_fp32_as_bf16_allows(name: str, batch: int) -> Non
     for mine, theirs in zip(step.kv, reference.kv, strict=True):
         assert error(mine.k, theirs.k) < 5e-3 and error(mine.v, theirs.v) < 5e-3
     logits = ops.norm_logits(got, None, step.final, EPS, step.head)
+    plain = Stream(got.h.float())
     plain = Stream(got.h.float())
     exact = TorchOps(DEVICE, torch.float32).norm_logits(plain, None, reference.final, EPS, reference.head)
     assert error(logits, exact) < 1e-2
