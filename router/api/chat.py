@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from router.api import sse
 from router.api.call import Call
 from router.api.conversation import Conversation, Interpreter, prepare, reasoning_tokens
 from router.api.errors import bad_request
-from router.api.generation import Answering, Options, open_request, serve
+from router.api.generation import ChunkedAnswering, Options, open_request, serve
 from router.api.logprobs import Speller, chat_logprobs, prompt_logprobs
 from router.api.refused import CHAT
 from router.api.run import Choice, Run, Usage
@@ -92,7 +91,7 @@ def delta_of(events: Iterable[Event], short_ids: bool) -> dict[str, Any]:
     return delta
 
 
-class _Chat(Answering):
+class _Chat(ChunkedAnswering):
     """Builds chat completions out of pieces, whole or as chunks."""
 
     kind = "chat.completion"
@@ -120,9 +119,10 @@ class _Chat(Answering):
             return answer.interpreter.feed(piece)
         return [Content(piece.text)] if piece.text else []
 
-    def chunk(self, chunks: sse.Chunks, choice: Choice, piece: Piece, run: Run) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece, run: Run) -> bytes:
+        chunks = self.chunks
         answer = self._answer(choice)
-        opening = b"" if answer.opened else self._open(chunks, choice, run)
+        opening = b"" if answer.opened else self._open(choice, run)
         answer.opened = True
         if self._plain and piece.finish_reason is None:
             return opening + chunks.chat_text(choice.index, piece.text) if piece.text else opening
@@ -132,7 +132,7 @@ class _Chat(Answering):
         body = self._extras({"index": choice.index, "delta": delta}, piece.tokens, piece, answer)
         return opening + chunks.full(body, self._usage_so_far(run))
 
-    def _open(self, chunks: sse.Chunks, choice: Choice, run: Run) -> bytes:
+    def _open(self, choice: Choice, run: Run) -> bytes:
         body = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
@@ -140,7 +140,7 @@ class _Chat(Answering):
             "finish_reason": None,
         }
         extra = {"prompt_token_ids": choice.prompt.ids} if self._request.return_token_ids else None
-        return chunks.full(body, self._usage_so_far(run), extra)
+        return self.chunks.full(body, self._usage_so_far(run), extra)
 
     def _usage_so_far(self, run: Run) -> dict[str, object] | None:
         return self.usage(run) if self.options.continuous_usage else None
@@ -171,14 +171,14 @@ class _Chat(Answering):
         answer.records += piece.tokens
         answer.last = piece
 
-    def whole(self, base: dict[str, Any], run: Run) -> dict[str, Any]:
+    def whole(self, run: Run) -> dict[str, Any]:
         choices = []
         for choice in run.choices:
             answer = self._answers[choice.index]
             assert answer.last is not None, "every choice ends with a piece"
             body = {"index": choice.index, "message": answer.message()}
             choices.append(self._extras(body, answer.records, answer.last, answer))
-        body = {**base, "choices": choices, "usage": self.usage(run)}
+        body = {**self.base(), "choices": choices, "usage": self.usage(run)}
         first = run.choices[0]
         if (k := self._request.prompt_logprobs) is not None:
             body["prompt_logprobs"] = prompt_logprobs(first.prompt.ids, first.prompt_logprobs or (), self._speller, k)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.api import sse
 from router.api.call import Call
 from router.api.errors import bad_request
-from router.api.generation import Answering, Options, make_plan, open_request, serve
+from router.api.generation import ChunkedAnswering, Options, make_plan, open_request, serve
 from router.api.logprobs import LegacyLogprobs, Speller, prompt_logprobs
 from router.api.refused import COMPLETIONS
 from router.api.run import Choice, Prompt, Run
@@ -84,7 +83,7 @@ class _Answer:
     shift: int = 0
 
 
-class _Completions(Answering):
+class _Completions(ChunkedAnswering):
     """Builds text completions out of pieces, whole or as chunks."""
 
     kind = "text_completion"
@@ -138,7 +137,8 @@ class _Completions(Answering):
     def _reason(self, piece: Piece) -> str | None:
         return "length" if self._echo_only and piece.finish_reason else piece.finish_reason
 
-    def chunk(self, chunks: sse.Chunks, choice: Choice, piece: Piece, run: Run) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece, run: Run) -> bytes:
+        chunks = self.chunks
         if self._plain and piece.finish_reason is None:
             return chunks.completion_text(choice.index, piece.text)
         first = choice.index not in self._answers
@@ -174,7 +174,7 @@ class _Completions(Answering):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def whole(self, base: dict[str, Any], run: Run) -> dict[str, Any]:
+    def whole(self, run: Run) -> dict[str, Any]:
         choices = []
         for choice in run.choices:
             answer = self._answer(choice)
@@ -187,4 +187,4 @@ class _Completions(Answering):
             if self._request.return_token_ids:
                 body["prompt_token_ids"] = choice.prompt.ids
             choices.append(body)
-        return {**base, "choices": choices, "usage": self.usage(run)}
+        return {**self.base(), "choices": choices, "usage": self.usage(run)}

@@ -131,28 +131,54 @@ def _seconds(call: Call, header: str, per_second: float) -> float | None:
 
 
 class Answering(ABC):
-    """One route's way of putting pieces into JSON."""
-
-    kind: str
-    stream_kind: str
+    """One route's way of putting pieces into JSON. ``begin`` comes first, once the request is admitted."""
 
     def __init__(self, call: Call, options: Options) -> None:
         self.call = call
         self.options = options
+        self.response_id = ""
+        self.created = 0
 
-    def opening(self, chunks: sse.Chunks, run: Run) -> bytes:
-        """Chunks before the first token."""
-        return b""
+    def begin(self, response_id: str, created: int) -> None:
+        self.response_id, self.created = response_id, created
 
     @abstractmethod
-    def chunk(self, chunks: sse.Chunks, choice: Choice, piece: Piece, run: Run) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece, run: Run) -> bytes:
         """A piece as events; b"" when there is nothing to say yet."""
+
+    @abstractmethod
+    def closing(self, run: Run) -> bytes:
+        """The events that end a stream whose answers are complete."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a stream that failed."""
+        return sse.error_event(error)
 
     @abstractmethod
     def add(self, choice: Choice, piece: Piece) -> None: ...
 
     @abstractmethod
-    def whole(self, base: dict[str, Any], run: Run) -> dict[str, Any]: ...
+    def whole(self, run: Run) -> dict[str, Any]: ...
+
+
+class ChunkedAnswering(Answering):
+    """OpenAI's chunk format, which chat and text completions share."""
+
+    kind: str
+    stream_kind: str
+    chunks: sse.Chunks
+
+    def begin(self, response_id: str, created: int) -> None:
+        super().begin(response_id, created)
+        model, usage = self.call.services.card.name, self.options.include_usage
+        self.chunks = sse.Chunks(self.stream_kind, response_id, created, model, usage_field=usage)
+
+    def closing(self, run: Run) -> bytes:
+        return (self.chunks.usage(self.usage(run)) if self.options.include_usage else b"") + sse.DONE
+
+    def base(self) -> dict[str, Any]:
+        model = self.call.services.card.name
+        return {"id": self.response_id, "object": self.kind, "created": self.created, "model": model}
 
     def usage_of(self, run: Run) -> Usage:
         return run.usage()
@@ -165,41 +191,29 @@ async def serve(call: Call, plan: Plan, answering: Answering, prefix: str) -> No
     """Admits the plan, then streams or collects. Nothing is sent before admission."""
     services = call.services
     run = await Run.admit(services.backend, services.card.tokenizer, plan, services.metrics, prefix)
-    response_id = f"{prefix}-{call.request_id}"
-    created = int(time.time())
+    answering.begin(f"{prefix}-{call.request_id}", int(time.time()))
     try:
         if answering.options.stream:
-            chunks = sse.Chunks(
-                answering.stream_kind,
-                response_id,
-                created,
-                services.card.name,
-                usage_field=answering.options.include_usage,
-            )
-            await _stream(call, run, answering, chunks)
+            await _stream(call, run, answering)
         else:
             async with run.within_deadline():
                 async for choice, piece in run.pieces():
                     answering.add(choice, piece)
-            base = {"id": response_id, "object": answering.kind, "created": created, "model": services.card.name}
-            await call.send_json(200, answering.whole(base, run))
+            await call.send_json(200, answering.whole(run))
     finally:
         run.close()
 
 
-async def _stream(call: Call, run: Run, answering: Answering, chunks: sse.Chunks) -> None:
+async def _stream(call: Call, run: Run, answering: Answering) -> None:
     await call.start_events()
     try:
         async with run.within_deadline():
-            opening = answering.opening(chunks, run)
             async for choice, piece in run.pieces():
-                data = opening + answering.chunk(chunks, choice, piece, run)
-                opening = b""
+                data = answering.chunk(choice, piece, run)
                 if data:
                     await call.event(data)
-        tail = chunks.usage(answering.usage(run)) if answering.options.include_usage else b""
-        await call.end_events(tail + sse.DONE)
+        await call.end_events(answering.closing(run))
     except Exception as error:
         failure = as_api_error(error, call.request_id)
         call.services.metrics.failed(failure.code or "error")
-        await call.end_events(sse.error_event(failure))
+        await call.end_events(answering.failure(failure))

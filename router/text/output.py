@@ -12,7 +12,7 @@ from router.text.tokenizer import Tokenizer
 from router.wire import Finish, Logprob
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """How a request's tokens become text; shared by its choices."""
 

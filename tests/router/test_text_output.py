@@ -53,7 +53,7 @@ def _reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 _letters = st.text("abc", min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.text("abc", max_size=5), max_size=12), st.lists(_letters, min_size=1, max_size=4, unique=True))
 def test_stops_match_in_text_order_for_any_split(parts: list[str], stops: list[str]) -> None:
     text = "".join(parts)
@@ -99,7 +99,7 @@ def _run(ids: list[int], options: TextOptions, cuts: list[int], finish: str = "l
     return text, [(r.token_id, r.offset, r.cut) for r in records], last, stream.num_tokens
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     ids_strategy,
     st.lists(st.integers(0, 100), max_size=6),
@@ -112,7 +112,13 @@ def test_output_is_the_same_for_any_split(
     ids: list[int], cuts: list[int], stops: list[str], include: bool, skip: bool, min_tokens: int
 ) -> None:
     options = TextOptions(
-        StopStrings(stops) if stops else None, include, skip, min_tokens, frozenset({EOS_ID}), frozenset({EOS_ID}), True
+        stops=StopStrings(stops) if stops else None,
+        include_stop=include,
+        skip_special_tokens=skip,
+        min_tokens=min_tokens,
+        stop_token_ids=frozenset({EOS_ID}),
+        eos_token_ids=frozenset({EOS_ID}),
+        keep_tokens=True,
     )
     one_by_one = _run(ids, options, list(range(len(ids) + 1)))
     split = _run(ids, options, cuts)
@@ -142,7 +148,7 @@ def test_stop_token_text_is_left_out_unless_asked_for() -> None:
 
 def test_records_begin_inside_the_text_and_those_after_a_stop_are_cut() -> None:
     ids = TOKENIZER.encode("abcSTOPxyz", add_special_tokens=False)
-    options = TextOptions(StopStrings(["STOP"]), keep_tokens=True)
+    options = TextOptions(stops=StopStrings(["STOP"]), keep_tokens=True)
     text, records, last, count = _run(ids, options, list(range(len(ids))))
     assert text == "abc" and last == ("stop", "STOP")
     assert count == len(records) < len(ids)
