@@ -114,7 +114,7 @@ class Dispatcher:
     def check_root(self, replica: str, root: RootFields) -> None:
         connected = any(link.state in (LinkState.OPEN, LinkState.DRAINING) for link in self.links.values())
         if self._root is not None and connected:
-            compare_roots(root_to_wire(root), root_to_wire(self._root), (f"replica {replica}", "the other replicas"))
+            compare_roots(root_to_wire(root), root_to_wire(self._root), (f"replica {replica}", "another replica"))
         self._root = root
         self.placement.page_size = root.page_size
 

@@ -47,16 +47,23 @@ class End:
 @asynccontextmanager
 async def listening(options: ConnectionOptions = FAST, secret: bytes = SECRET, root: RootFields = ROOT):
     ends: list[End] = []
+    accepted: list[Connection] = []
 
     def accept() -> Connection:
         ends.append(End())
-        return Connection(lambda: ReplicaHandshake(secret, "r1", 7, root, {"page_size": 16}), ends[-1], options)
+        accepted.append(
+            Connection(lambda: ReplicaHandshake(secret, "r1", 7, root, {"page_size": 16}), ends[-1], options)
+        )
+        return accepted[-1]
 
     server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1], ends
     finally:
         server.close()
+        for connection in accepted:
+            connection.abort("the test is over")
+        await asyncio.sleep(0.01)
 
 
 async def dial(port: int, *, secret: bytes = SECRET, root=None, options: ConnectionOptions = FAST) -> End:
