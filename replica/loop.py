@@ -174,7 +174,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._iterate()
+                self.iterate()
         except Exception as error:
             log.exception("the engine loop failed")
             self._fatal = f"the engine loop failed: {error!r}"
@@ -189,7 +189,8 @@ class Engine:
         self._stopping = True
         self._inbox.close()
 
-    def _iterate(self) -> None:
+    def iterate(self) -> None:
+        """One turn of the loop. For the engine's thread, or for a caller who never starts it."""
         now = time.monotonic()
         self._inbox.run()
         self._expire(now)

@@ -122,7 +122,7 @@ class Harness:
     def step(self, count: int = 1, *, audit: bool = True) -> None:
         for _ in range(count):
             self.engine._inbox.wake()  # an iteration with nothing to do must not sleep
-            self.engine._iterate()
+            self.engine.iterate()
             if audit:
                 self.audit()
 
