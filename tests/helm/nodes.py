@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 from chart import ROOT
 
 UID = 10_123
+CODE = "/media"
+"""Where the pods see the packages, copied once: what is edited meanwhile must not reach half of a cluster."""
+PACKAGES = ("cluster", "kernels", "replica", "router")
 BOOLEAN_VALUES = ("true", "false")
 
 
@@ -102,9 +106,14 @@ class Node:
         sh("ip", "link", "set", self.cable, "down")
 
     def kill(self) -> None:
+        """SIGKILL to pid 1 inside, with which the kernel ends everything in its process namespace."""
+        with suppress(OSError, IndexError):
+            os.kill(self.init, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
         if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=30)
+            self.process.kill()
+            self.process.wait(timeout=10)
 
     @property
     def alive(self) -> bool:
@@ -115,7 +124,9 @@ class Node:
 
 
 def _as_user() -> list[str]:
-    return ["setpriv", f"--reuid={UID}", "--regid=0", "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+    # A change of credentials clears the parent-death signal that unshare has set, so it is set again.
+    switches = ["--regid=0", "--clear-groups", "--no-new-privs", "--bounding-set=-all", "--pdeathsig=KILL"]
+    return ["setpriv", f"--reuid={UID}", *switches]
 
 
 def _assignments(environ: dict[str, str]) -> list[str]:
@@ -127,7 +138,7 @@ def _closed_ancestor(path: Path) -> Path | None:
     return next((p for p in reversed(path.parents) if not p.stat().st_mode & 0o001), None)
 
 
-def _pod_root(folder: Path) -> str:
+def _pod_root(folder: Path, mounts: dict[str, Path]) -> str:
     """Shell that makes this mount namespace look like a pod: everything read-only but the declared volumes."""
     volume = f"mount -t tmpfs -o size=4g,uid={UID},mode=1777 tmpfs"
     steps = ["mount --make-rprivate /"]
@@ -144,6 +155,8 @@ def _pod_root(folder: Path) -> str:
                 f"mount -o remount,ro {closed}",
             ]
     steps += [f"mount --bind {folder}/etc /etc", "mount -o bind,remount,ro /etc"]
+    for inside, outside in mounts.items():
+        steps += [f"mount --bind {outside} {inside}", f"mount -o bind,remount,ro {inside}"]
     steps += [f"{volume} /dev/shm", f"{volume} /tmp", "mkdir -m 1777 /tmp/ray", "mount -o bind,remount,ro /"]
     return " && ".join(steps)
 
@@ -155,6 +168,8 @@ class Pods:
     octet: int = 83
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ewpods")))
     nodes: dict[str, Node] = field(default_factory=dict)
+    mounts: dict[str, Path] = field(default_factory=dict)
+    """Folder inside (which must exist on this machine) -> folder outside, for read-only volumes."""
 
     def __post_init__(self) -> None:
         self.tag = random_secrets.token_hex(2)
@@ -162,6 +177,11 @@ class Pods:
         self.folder.chmod(0o755)
         (self.folder / "stage").mkdir()
         shutil.copytree("/etc", self.folder / "etc", symlinks=True)
+        for package in PACKAGES:
+            shutil.copytree(
+                ROOT / package, self.folder / "code" / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        self.mounts = {CODE: self.folder / "code"} | self.mounts
         secret = self.folder / "etc" / "everwarm" / "secrets" / "token-plane"
         secret.parent.mkdir(parents=True)
         secret.write_text(random_secrets.token_hex(32))
@@ -186,7 +206,7 @@ class Pods:
         sh("ip", "-n", namespace, "route", "add", "default", "via", f"10.{self.octet}.0.254")
         environ = environment(container, extra) | {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": CODE,
             "PYTHONDONTWRITEBYTECODE": "1",
             "RAY_ADDRESS": head or "127.0.0.1:6379",
             "RAY_NODE_TYPE_NAME": name,
@@ -199,7 +219,7 @@ class Pods:
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child",
-                 "--mount-proc", "/bin/sh", "-c", f"{_pod_root(self.folder)}; cd /; exec {inner}"],
+                 "--mount-proc", "/bin/sh", "-c", f"{_pod_root(self.folder, self.mounts)}; cd /; exec {inner}"],
                 stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         node = Node(name, address, namespace, cable, process, log, environ)
@@ -219,8 +239,8 @@ class Pods:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def wait_for(what: str, check: Any, timeout_s: float, every_s: float = 0.5) -> Any:
-    """``check``'s first true result. Raises AssertionError after ``timeout_s``."""
+def wait_for(what: str, check: Any, timeout_s: float, every_s: float = 0.5, explain: Callable[[], str] = str) -> Any:
+    """``check``'s first true result. Raises AssertionError with ``explain()`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -229,5 +249,6 @@ def wait_for(what: str, check: Any, timeout_s: float, every_s: float = 0.5) -> A
             problem = "not yet"
         except Exception as error:
             problem = repr(error)
-        assert time.monotonic() < deadline, f"{what}: {problem}"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"{what}: {problem}\n{explain()}")
         time.sleep(every_s)

@@ -33,7 +33,9 @@ while True:
 
 model = json.loads(call("/v1/models"))["data"][0]["id"]
 question = [{"role": "user", "content": "What is the capital of France?"}]
-reply = json.loads(call("/v1/chat/completions", {"model": model, "messages": question, "max_tokens": 16}))
+reply = json.loads(
+    call("/v1/chat/completions", {"model": model, "messages": question, "max_tokens": 16, "temperature": 0})
+)
 text = reply["choices"][0]["message"]["content"]
 if not text or reply["usage"]["completion_tokens"] < 1:
     sys.exit(f"no text in {reply}")

@@ -97,6 +97,9 @@
 {{- end -}}
 
 {{- define "everwarm.validateRest" -}}
+{{- if and (eq (.Values.app.metric_prefix | default "everwarm") "vllm") (or .Values.monitoring.prometheusRule.enabled .Values.monitoring.dashboard.enabled) -}}
+{{- fail "app.metric_prefix: the chart's alerts and dashboard read the names with prefix everwarm" -}}
+{{- end -}}
 {{- range $key := list "router_resource" "replica_resource" "token_plane_ports" -}}
 {{- if hasKey $.Values.app $key -}}
 {{- fail (printf "app.%s: is set by the chart, from workerGroups.*.role and tokenPlane.ports" $key) -}}

@@ -1,0 +1,183 @@
+"""The chart's pods for real: Ray nodes in namespaces, deployed to as KubeRay would, then hurt.
+
+Read-only root, arbitrary uid, no capabilities, token authentication, HAProxy, router and replicas on different nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from chart import CHART, ROOT, cluster, example, serve_config, template
+from load import Load
+from nodes import Node, Pods, wait_for, why_not
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(why_not() is not None, reason=f"pods in namespaces: {why_not()}"),
+]
+READY_S = 240
+STORE = {"object-store-memory": str(100 << 20)}
+LOCAL_MODELS = "/srv"
+"""Stands for the chart's model volume; it exists on every machine, and the pods' root is read-only."""
+SPLIT = (
+    "modelCache.mountPath=/srv,workerGroups.cpu.role=replica,app.model=/srv/a,app.served_model_name=tiny,"
+    "app.drain_timeout_s=60,workerGroups.edge.role=router,workerGroups.edge.replicas=1"
+)
+
+
+def tiny_model(folder: Path, seed: int) -> None:
+    spec = importlib.util.spec_from_file_location("tiny_checkpoint", ROOT / "tests" / "cluster" / "tiny.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.write_tiny_llama(folder, seed=seed)
+
+
+@dataclass
+class Cluster:
+    """Nodes by name, and what KubeRay does with a RayService: PUT its serveConfigV2 with the cluster's token."""
+
+    pods: Pods
+    token: str
+    spec: dict[str, Any]
+    head: Node
+
+    def add(self, name: str, group: str) -> Node:
+        found = next(g for g in self.spec["workerGroupSpecs"] if g["groupName"] == group)
+        container = found["template"]["spec"]["containers"][0]
+        address = f"{self.head.address}:6379"
+        return self.pods.start(name, found["rayStartParams"] | STORE, container, self.secrets, address)
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+
+    def dashboard(self, method: str, path: str, **more: Any) -> httpx.Response:
+        url = f"http://{self.head.address}:8265/api/{path}"
+        return httpx.request(method, url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60, **more)
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        reply = self.dashboard("PUT", "serve/applications/", json=config)
+        assert reply.status_code == 200, reply.text[-2000:]
+
+    def status(self) -> dict[str, Any]:
+        return self.dashboard("GET", "serve/applications/").json()["applications"].get("everwarm", {})
+
+    def running(self, **wanted: int) -> bool:
+        """The app is up and its deployments have that many replicas, all of the newest version."""
+        status = self.status()
+        if status.get("status") != "RUNNING":
+            return False
+        counts = {name: d["replicas"] for name, d in status["deployments"].items()}
+        up = {name: sum(r["state"] == "RUNNING" for r in replicas) for name, replicas in counts.items()}
+        return all(up[name] == count == len(counts[name]) for name, count in wanted.items())
+
+    def settle(self, what: str, **wanted: int) -> None:
+        wait_for(what, lambda: self.running(**wanted), READY_S, every_s=1, explain=self.explain)
+
+    def explain(self) -> str:
+        """What Serve says, and the ends of the logs on every node."""
+        parts = [json.dumps(self.status(), indent=1)[:6000]]
+        tails = (
+            "cd /tmp/ray/session_latest/logs; tail -q -n 25 serve/replica_*.log worker-*.err 2>/dev/null | cut -c1-400"
+        )
+        for node in self.pods.nodes.values():
+            with suppress(Exception):
+                parts.append(f"--- {node.name}\n{node.run('bash', '-c', tails).stdout[-5000:]}")
+        return "\n".join(parts)
+
+    def nodes_of(self, deployment: str) -> set[str]:
+        replicas = self.status()["deployments"][deployment]["replicas"]
+        return {r["node_ip"] for r in replicas if r["state"] == "RUNNING"}
+
+    def url(self, node: Node) -> str:
+        return f"http://{node.address}:8000"
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Head, one node for routers, two for replicas."""
+    models = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("ab"):
+        tiny_model(models / name, seed)
+    for path in (models, *models.parents):
+        if path.owner() == "root" and path != Path("/tmp") and path.is_relative_to("/tmp"):
+            os.chmod(path, 0o755)
+    running = Pods(mounts={LOCAL_MODELS: models})
+    try:
+        spec = cluster(template("4", "-f", str(CHART / "ci" / "cpu-demo-values.yaml"), "--set", SPLIT))
+        head = spec["headGroupSpec"]
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        container = head["template"]["spec"]["containers"][0]
+        node = running.start("head", head["rayStartParams"] | STORE, container, token, None)
+        made = Cluster(running, token["RAY_AUTH_TOKEN"], spec, node)
+        wait_for("the dashboard", lambda: made.dashboard("GET", "version").status_code == 200, READY_S)
+        for name, group in (("edge", "edge"), ("one", "cpu"), ("two", "cpu")):
+            made.add(name, group)
+        yield made
+    finally:
+        running.close()
+
+
+def split_config(**changed: Any) -> dict[str, Any]:
+    config = serve_config(template("4", "-f", str(CHART / "ci" / "cpu-demo-values.yaml"), "--set", SPLIT))
+    config = copy.deepcopy(config)
+    config["applications"][0]["args"] |= changed
+    return config
+
+
+def test_cpu_demo_answers_as_rendered(pods: Cluster) -> None:
+    config = serve_config(example("cpu-demo"))
+    unauthenticated = httpx.put(f"http://{pods.head.address}:8265/api/serve/applications/", json=config)
+    assert unauthenticated.status_code == 401
+    pods.deploy(config)
+    pods.settle("cpu-demo", Replica=2, Router=1)
+    assert pods.head.address not in pods.nodes_of("Replica") | pods.nodes_of("Router")
+    # Proxies run where routers or replicas do.
+    by_address = {node.address: node for node in pods.pods.nodes.values()}
+    first, second = (by_address[address] for address in sorted(pods.nodes_of("Replica")))
+    url = pods.url(first)
+    wait_for("the proxy", lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
+    # The very script of `helm test`, in a pod, through another pod's proxy.
+    script = (CHART / "files" / "test_chat.py").read_text()
+    done = second.run("env", f"BASE_URL={url}", "TIMEOUT_S=60", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert httpx.get(f"{url}/health").status_code == 200
+    # KubeRay's readiness check of a worker.
+    assert "success" in httpx.get(f"{url}/-/healthz").text
+
+
+def test_changed_option_under_load(pods: Cluster) -> None:
+    """`serve deploy` of another model and role split, then of a changed engine option, with streams running."""
+    pods.deploy(split_config())
+    pods.settle("the split app", Replica=2, Router=1)
+    edge, one, two = (pods.pods.nodes[name] for name in ("edge", "one", "two"))
+    assert pods.nodes_of("Router") == {edge.address}
+    assert pods.nodes_of("Replica") == {one.address, two.address}
+    with Load(lambda n: pods.url(one if n % 2 else two), max_tokens=200) as load:
+        wait_for("the first streams", lambda: load.completed >= 8, 60)
+        pods.deploy(split_config(chunk_size=64))
+        wait_for("the rolled app", lambda: chunk_sizes(pods) == [64, 64] and pods.running(Replica=2, Router=1), READY_S)
+        before = load.completed
+        wait_for("streams on the new version", lambda: load.completed >= before + 8, 60)
+    print(load.summary())
+    assert not load.broken(), load.broken()[:3]
+
+
+def chunk_sizes(pods: Cluster) -> list[int]:
+    engines = httpx.get(f"{pods.url(pods.pods.nodes['one'])}/v1/engine", timeout=10).json()["data"]
+    return [engine["config"]["chunk_size"] for engine in engines]
