@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from replica.batch import FROM_DEVICE, Batch, Row, StepResult
-from replica.config import EngineConfig, ResolvedConfig, resolve
+from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
 from replica.model import ModelConfig, random_model, tiny_config
 from replica.runner import ModelRunner
 from router.wire import Logprob, Sampling
@@ -35,17 +36,18 @@ class Got:
     fault: str | None = None
 
 
-def make_config(**options: object) -> ResolvedConfig:
+def make_config(device: str = "cpu", **options: object) -> ResolvedConfig:
     options.setdefault("max_num_pages", 256)
     options.setdefault("max_model_len", 1024)
     options.setdefault("threads", 1)
     config = EngineConfig(**options)
-    return resolve(config, tiny_config().facts(4))
+    return resolve(config, tiny_config().facts(4), DeviceFacts(device))
 
 
-def make_runner(model: ModelConfig | None = None, seed: int = 0, **options: object) -> ModelRunner:
+def make_runner(model: ModelConfig | None = None, seed: int = 0, device: str = "cpu", **options: object) -> ModelRunner:
     model = model or tiny_config()
-    return ModelRunner(model, random_model(model, seed), make_config(**options))
+    config = make_config(device, **options)
+    return ModelRunner(model, random_model(model, seed, getattr(torch, config.dtype), device), config)
 
 
 class Driver:
