@@ -101,7 +101,7 @@ class Step:
         return x
 
     def __call__(self, ops: TritonOps) -> torch.Tensor:
-        return ops.norm_argmax(self.hidden(ops), None, self.final, EPS, self.head)
+        return ops.norm_sample(self.hidden(ops), None, self.final, EPS, self.head)
 
 
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -74,7 +74,7 @@ def _products(s: Shape, m: int) -> list[tuple[Role, torch.Tensor, Callable[..., 
         ("add", mk(s.hidden, s.heads * s.dim), lambda w: ops.linear_add(att, w, x, g), lambda w: h + F.linear(att, w)),
         ("gate_up", mk(2 * s.inter, s.hidden), lambda w: ops.norm_mlp(x, g, EPS, w), gated),
         ("add", mk(s.hidden, s.inter), lambda w: ops.linear_add(act, w, x, g), lambda w: h + F.linear(act, w)),
-        ("head", mk(s.vocab, s.hidden), lambda w: ops.norm_argmax(x, None, g, EPS, w),
+        ("head", mk(s.vocab, s.hidden), lambda w: ops.norm_sample(x, None, g, EPS, w),
          lambda w: F.linear(norm(), w).argmax(-1)),
     ]  # fmt: skip
 

@@ -76,6 +76,18 @@ class AttentionShape:
     scale: float
 
 
+@dataclass
+class Draw:
+    """How to choose each of S ids. ``temperature`` fp32 [S] (0: greedy) and ``keys`` int32 [S, 2] of the counter-based
+    noise; both None: all greedy. With ``last`` (int64, one per engine slot) and ``slots`` int32 [S], id i is also
+    stored at last[slots[i]], where the next step finds it."""
+
+    temperature: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
 class Ops(Protocol):
     """Weights are [out, in] as in checkpoints; M is the number of packed tokens."""
 

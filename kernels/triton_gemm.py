@@ -6,7 +6,7 @@ What is folded in costs next to nothing (docs/kernels.md has the measurements):
   of h^2; here rows of the accumulator are only multiplied by rsqrt(sum / K + eps).
 * the residual add, with h * g and sum(h^2) for the next norm;
 * SiLU(gate) * up from two accumulators over un-interleaved weights [gate; up];
-* argmax over the output tile.
+* sampling: the best (value, id) of each row over the output tile.
 
 Split-K is deterministic: fp32 partials, and whichever program arrives last adds them in split order.
 """
@@ -19,11 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.interface import Draw
 from kernels.triton_common import Launch, next_power_of_2, pdl_trigger, pdl_wait, silu
+from kernels.triton_sampling import best_of_tile
 from kernels.tuning import GemmConfig
 
-STORE, RESIDUAL, ARGMAX = 0, 1, 2
-BIG = tl.constexpr(2147483647)
+STORE, RESIDUAL, SAMPLE = 0, 1, 2
 
 
 @triton.jit
@@ -109,7 +110,8 @@ def _row_scale(sumsq_ptr, M, K, eps, tiles_in, rm, TILES: tl.constexpr):
 
 @triton.jit
 def _finish(acc, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr, sumsq_out_ptr, idx_ptr, M, N, rm, rn,
-            BIAS: tl.constexpr, EPILOGUE: tl.constexpr):  # fmt: skip
+            BIAS: tl.constexpr, EPILOGUE: tl.constexpr, NOISE: tl.constexpr):  # fmt: skip
+    """STORE: y. RESIDUAL: y = acc + res, scaled, sums. SAMPLE: res and g hold temperatures and noise keys."""
     inside = rm[:, None] < M
     at = rm[:, None].to(tl.int64) * N + rn[None, :]
     pn = tl.program_id(0)
@@ -117,8 +119,7 @@ def _finish(acc, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr, sumsq_out_ptr, idx
     if BIAS:
         acc += tl.load(bias_ptr + rn).to(tl.float32)[None, :]
     if EPILOGUE == 2:
-        best = tl.max(acc, 1)
-        index = tl.min(tl.where(acc == best[:, None], rn[None, :], BIG), 1)
+        best, index = best_of_tile(acc, rn, rm, rn < N, res_ptr, g_ptr, M, NOISE)
         tl.store(y_ptr + rm * tiles + pn, best, mask=rm < M)
         tl.store(idx_ptr + rm * tiles + pn, index, mask=rm < M)
     elif EPILOGUE == 1:
@@ -138,8 +139,8 @@ def skinny_gemm_kernel(x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr
                        part_ptr, count_ptr, idx_ptr, M, N, K, kspan, eps, n_split, tiles_in,
                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
                        SWAP: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr,
-                       GATED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
-                       TRIGGER: tl.constexpr):  # fmt: skip
+                       GATED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, NOISE: tl.constexpr,
+                       PDL: tl.constexpr, TRIGGER: tl.constexpr):  # fmt: skip
     """Grid (N / BN, n_split, ceil(M / BM)); x [M, K], w [N or 2N, K], y [M, N]; BN divides N, BK divides kspan.
 
     kspan = K / n_split is an argument, not computed here: a quotient would hide its divisibility by 16 from the
@@ -169,7 +170,7 @@ def skinny_gemm_kernel(x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr
         if GATED:
             acc = silu(acc) * acu
         _finish(acc, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr, sumsq_out_ptr, idx_ptr, M, N, rm, rn, BIAS,
-                EPILOGUE)  # fmt: skip
+                EPILOGUE, NOISE)  # fmt: skip
 
 
 class SplitWorkspace:
@@ -211,12 +212,13 @@ def skinny_gemm(
     scaled: torch.Tensor | None = None,
     sumsq_out: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
+    draw: Draw | None = None,
 ) -> None:
     """x [M, K] contiguous, weight [N or 2N, K] -> y [M, N].
 
     ``sumsq`` [M, tiles] fp32: x is h * g and rows are scaled by rsqrt(sum / K + eps). ``residual`` [M, N] with
     ``next_norm`` [N]: also writes ``scaled`` [M, N] and ``sumsq_out`` [M, N / bn] fp32. ``index``: y and index
-    [M, N / bn] take each tile's maximum (fp32) and its column (int32)."""
+    [M, N / bn] take each tile's best value (fp32) and its column (int32), with the noise that ``draw`` asks for."""
     m, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     bm = row_tile(m)
@@ -226,7 +228,10 @@ def skinny_gemm(
     if config.split > 1:
         assert grid[0] * grid[2] <= workspace.counters.numel(), f"{grid} tiles exceed the split-K counters"
         partials = workspace.reserve(config.split * m * n * (2 if gated else 1))
-    epilogue = ARGMAX if index is not None else RESIDUAL if residual is not None else STORE
+    epilogue = SAMPLE if index is not None else RESIDUAL if residual is not None else STORE
+    if draw is not None and draw.temperature is not None:
+        residual, next_norm = draw.temperature, draw.keys
+    noise = epilogue == SAMPLE and residual is not None
     tiles_in = 0 if sumsq is None else sumsq.shape[1]
     launch(
         skinny_gemm_kernel, grid, x, weight, unused if bias is None else bias, unused if residual is None else residual,
@@ -235,6 +240,6 @@ def skinny_gemm(
         workspace.counters if index is None else index, m, n, k, k // config.split, eps, config.split, tiles_in,
         BM=bm, BN=config.bn, BK=config.bk, STAGES=config.stages, SWAP=config.swap, SPLIT=config.split > 1,
         NORM=sumsq is not None, TILES=max(16, next_power_of_2(tiles_in)), GATED=gated, BIAS=bias is not None,
-        EPILOGUE=epilogue, pdl=config.pdl, trigger=config.trigger, num_warps=config.warps,
+        EPILOGUE=epilogue, NOISE=noise, pdl=config.pdl, trigger=config.trigger, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip

@@ -7,16 +7,14 @@ only the extra registers for sum(x^2).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.interface import Draw
 from kernels.triton_common import Launch, load_stream, next_power_of_2, pdl_trigger, pdl_wait, silu
+from kernels.triton_sampling import best_of_tile
 from kernels.tuning import GemmConfig
-
-BIG = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -37,16 +35,16 @@ def _input(x_ptr, g_ptr, k, rk, K, NORM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _output(y, rn, inside, bias_ptr, res_ptr, y_ptr, idx_ptr, N, BIAS: tl.constexpr, RES: tl.constexpr,
-            ARGMAX: tl.constexpr):  # fmt: skip
+            SAMPLE: tl.constexpr, NOISE: tl.constexpr):  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + rn, mask=inside, other=0.0).to(tl.float32)
     if RES:
         y += tl.load(res_ptr + rn, mask=inside, other=0.0).to(tl.float32)
-    if ARGMAX:
-        y = tl.where(inside, y, float("-inf"))
-        best = tl.max(y, 0)
-        tl.store(y_ptr + tl.program_id(0), best)
-        tl.store(idx_ptr + tl.program_id(0), tl.min(tl.where(y == best, rn, BIG), 0))
+    if SAMPLE:
+        row = tl.arange(0, 1)
+        best, index = best_of_tile(y[None, :], rn, row, inside, res_ptr, bias_ptr, 1, NOISE)
+        tl.store(y_ptr + tl.program_id(0) + row, best)
+        tl.store(idx_ptr + tl.program_id(0) + row, index)
     else:
         tl.store(y_ptr + rn, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -54,12 +52,13 @@ def _output(y, rn, inside, bias_ptr, res_ptr, y_ptr, idx_ptr, N, BIAS: tl.conste
 @triton.jit(do_not_specialize=["eps"])
 def gemv_kernel(x_ptr, g_ptr, w_ptr, bias_ptr, res_ptr, y_ptr, idx_ptr, N, K, eps,
                 BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-                BIAS: tl.constexpr, RES: tl.constexpr, ARGMAX: tl.constexpr, EVEN_N: tl.constexpr,
+                BIAS: tl.constexpr, RES: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr, EVEN_N: tl.constexpr,
                 EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr):  # fmt: skip
     """y[n] = epilogue(sum_k w[n, k] x[k]), one program per BN outputs.
 
     NORM: x is RMS-normalised with weight g. GATED: w is [2N, K] = [gate; up], y = silu(gate x) * (up x).
-    RES: adds res[n]. ARGMAX: stores (max, its index) of the program instead, at index program_id."""
+    RES: adds res[n]. SAMPLE: stores the program's best (value, id) instead, at index program_id; with NOISE, res and
+    bias hold the temperature and the noise keys."""
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
     rows = rn.to(tl.int64) * K
@@ -97,7 +96,11 @@ def gemv_kernel(x_ptr, g_ptr, w_ptr, bias_ptr, res_ptr, y_ptr, idx_ptr, N, K, ep
         y = y * r
     if GATED:
         y = silu(y) * (tl.sum(acu, 1) * r)
-    _output(y, rn, inside, bias_ptr, res_ptr, y_ptr, idx_ptr, N, BIAS, RES, ARGMAX)
+    _output(y, rn, inside, bias_ptr, res_ptr, y_ptr, idx_ptr, N, BIAS, RES, SAMPLE, NOISE)
+
+
+def _or(given: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
+    return unused if given is None else given
 
 
 def gemv(
@@ -113,19 +116,21 @@ def gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     index: torch.Tensor | None = None,
+    draw: Draw | None = None,
 ) -> int:
-    """x [1, K], weight [N or 2N, K] -> y [1, N] in y's dtype; with ``index`` (int32) y and index hold one maximum per
-    program, whose number is returned."""
+    """x [1, K], weight [N or 2N, K] -> y [1, N] in y's dtype; with ``index`` (int32) y and index hold the best value
+    and id of each program, with the noise ``draw`` asks for. Returns the number of programs."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     bn = config.bn
     bk = min(config.bk, next_power_of_2(k))
     programs = triton.cdiv(n, bn)
-    unused: Any = x
+    noise = draw is not None and draw.temperature is not None
+    temperature, keys = (draw.temperature, draw.keys) if draw is not None and noise else (None, None)
     launch(
-        gemv_kernel, (programs,), x, unused if norm is None else norm, weight, unused if bias is None else bias,
-        unused if residual is None else residual, y, unused if index is None else index, n, k, eps,
+        gemv_kernel, (programs,), x, _or(norm, x), weight, _or(keys if noise else bias, x),
+        _or(temperature if noise else residual, x), y, _or(index, x), n, k, eps,
         BN=bn, BK=bk, STAGES=config.stages, NORM=norm is not None, GATED=gated, BIAS=bias is not None,
-        RES=residual is not None, ARGMAX=index is not None, EVEN_N=n % bn == 0, EVEN_K=k % bk == 0,
+        RES=residual is not None, SAMPLE=index is not None, NOISE=noise, EVEN_N=n % bn == 0, EVEN_K=k % bk == 0,
         pdl=config.pdl, trigger=config.trigger, num_warps=config.warps,
     )  # fmt: skip
     return programs

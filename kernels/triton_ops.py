@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import triton_gated as gated
-from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
+from kernels.interface import AttentionMeta, AttentionShape, Draw, LayerKV, Stream
 from kernels.triton_common import Launcher
 from kernels.triton_decode import decode_attention
 from kernels.triton_gemm import SplitWorkspace, skinny_gemm
@@ -27,7 +27,7 @@ from kernels.triton_gemv import gemv
 from kernels.triton_norm import add_norm, embed, silu_mul
 from kernels.triton_prefill import prefill_attention
 from kernels.triton_rope import rope_write
-from kernels.triton_sampling import tile_argmax
+from kernels.triton_sampling import best_tile, sample_logits
 from kernels.tuning import (
     GemmConfig,
     PrefillConfig,
@@ -226,25 +226,34 @@ class TritonOps:
             return torch.mm(self._normed(x, norm, eps), head.T, out_dtype=torch.float32)
         return logits
 
-    def norm_argmax(
-        self, x: Stream, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, head: torch.Tensor
+    def norm_sample(
+        self,
+        x: Stream,
+        rows: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        head: torch.Tensor,
+        draw: Draw | None = None,
     ) -> torch.Tensor:
-        """Ids [S] int32 of the largest logit of each row, without writing logits where the product is ours."""
+        """Ids [S] int32 chosen from each row's logits as ``draw`` says (None: greedy), -1 where a logit is not finite.
+        Logits are not written where the product is ours."""
         x = self._rows(x, rows, norm, eps)
         s = x.h.shape[0]
         n, k = head.shape
         config = self.config("head", n, k, s)
         if config.kind not in ("gemv", "dot"):
-            return F.linear(self._normed(x, norm, eps), head).argmax(-1).to(torch.int32)
+            logits = torch.mm(self._normed(x, norm, eps), head.T, out_dtype=torch.float32)
+            return sample_logits(self.launch, logits, draw)
         tiles = -(-n // config.bn)
         values = torch.empty(s, tiles, dtype=torch.float32, device=x.h.device)
         index = torch.empty(s, tiles, dtype=torch.int32, device=x.h.device)
         if config.kind == "gemv":
-            gemv(self.launch, config, self._normed(x, norm, eps), head, values, index=index)
+            gemv(self.launch, config, self._normed(x, norm, eps), head, values, index=index, draw=draw)
         else:
             rows_in, sumsq = self._scaled(x, norm, eps)
-            skinny_gemm(self.launch, config, self.workspace, rows_in, head, values, eps=eps, sumsq=sumsq, index=index)
-        return tile_argmax(self.launch, values, index, pdl=config.pdl)
+            skinny_gemm(self.launch, config, self.workspace, rows_in, head, values, eps=eps, sumsq=sumsq, index=index,
+                        draw=draw)  # fmt: skip
+        return best_tile(self.launch, values, index, draw, pdl=config.pdl)
 
     def _rows(self, x: Stream, rows: torch.Tensor | None, norm: torch.Tensor, eps: float) -> Stream:
         """The rows whose logits are asked, normed on their own; all rows pass unchanged. Deterministic mode norms

@@ -125,9 +125,10 @@ def meta_of(new: list[int], lens: list[int], page: int, max_kv: int) -> Attentio
     i32 = lambda *s: empty(*s, dtype=torch.int32)  # noqa: E731
     cu = [sum(new[:i]) for i in range(r + 1)]
     slots = empty(m, dtype=torch.int64)
-    slots = empty(m, dtype=torch.int64)
-    return AttentionMeta(i32(r + 1), i32(r), i32(r, max_kv // page), i32(m), slots, page, max(new), max_kv, max(new) == 1,
-                         cu, lens)  # fmt: skip
+    alone = max(new) == 1
+    return AttentionMeta(
+        i32(r + 1), i32(r), i32(r, max_kv // page), i32(m), slots, page, max(new), max_kv, alone, cu, lens
+    )
 
 
 def layer(ops: TritonOps, c: Model, new: list[int], page: int, max_kv: int) -> None:
@@ -147,7 +148,7 @@ def layer(ops: TritonOps, c: Model, new: list[int], page: int, max_kv: int) -> N
     head = empty(c.vocab, c.hidden)
     rows = None if max(new) == 1 else empty(len(new), dtype=torch.int64)
     ops.norm_logits(x, rows, g, 1e-6, head)
-    ops.norm_argmax(Stream(x.h, x.scaled, x.sumsq, x.normed), rows, g, 1e-6, head)
+    ops.norm_sample(Stream(x.h, x.scaled, x.sumsq, x.normed), rows, g, 1e-6, head)
 
 
 CASES = [

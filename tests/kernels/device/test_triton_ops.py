@@ -73,7 +73,7 @@ def test_layers(device: torch.device, new: list[int], prefix: list[int], bias: b
     logits = ops.norm_logits(x, None if case.meta.decode_only else rows, model.final, EPS, model.head)
     want_logits = rms_norm(want[rows], model.final) @ model.head.double().T
     close(logits, want_logits, 1e-4)
-    got = ops.norm_argmax(x, None if case.meta.decode_only else rows, model.final, EPS, model.head)
+    got = ops.norm_sample(x, None if case.meta.decode_only else rows, model.final, EPS, model.head)
     top = want_logits.topk(2).values
     clear = top[:, 0] - top[:, 1] > 1e-3
     assert clear.any() and torch.equal(got.long()[clear], want_logits.argmax(-1)[clear])

@@ -10,7 +10,6 @@ from kernels.triton_common import Launcher
 from kernels.triton_gated import descriptor, gated_gemm
 from kernels.triton_gemm import SplitWorkspace, skinny_gemm
 from kernels.triton_gemv import gemv
-from kernels.triton_sampling import tile_argmax
 from kernels.tuning import GemmConfig
 
 EPS = 1e-6
@@ -40,23 +39,6 @@ def test_gemv(device: torch.device, n: int, k: int, bn: int, bk: int, norm: bool
         if bias is not None:
             want += bias
     close(y, want)
-
-
-@pytest.mark.parametrize("n", [64, 61])
-def test_gemv_argmax(device: torch.device, n: int) -> None:
-    launch = Launcher(device)
-    x, w = torch.randn(1, 64, device=device), torch.randn(n, 64, device=device)
-    values = torch.empty(1, -(-n // 16), device=device)
-    index = torch.empty(1, -(-n // 16), dtype=torch.int32, device=device)
-    gemv(launch, GemmConfig("gemv", bn=16, bk=64), x, w, values, index=index)
-    assert tile_argmax(launch, values, index).item() == (x.double() @ w.double().T).argmax().item()
-
-
-def test_argmax_takes_the_lowest_of_equals_and_survives_nan(device: torch.device) -> None:
-    launch = Launcher(device)
-    values = torch.tensor([[1.0, 3.0, 3.0], [float("nan")] * 3], device=device)
-    index = torch.tensor([[7, 9, 4], [7, 9, 4]], dtype=torch.int32, device=device)
-    assert tile_argmax(launch, values, index).tolist() == [4, 0]
 
 
 @pytest.mark.parametrize("m", [2, 5, 16, 17])
@@ -98,19 +80,6 @@ def test_skinny_residual_leaves_the_next_norm_ready(device: torch.device, m: int
     close(scaled, want * g)
     close(sumsq.sum(-1), (want * want).sum(-1))
     close(scaled * torch.rsqrt(sumsq.sum(-1, keepdim=True) / n + EPS), rms_norm(want, g))
-
-
-@pytest.mark.parametrize("m", [3, 130])
-def test_skinny_argmax_and_row_tiles(device: torch.device, m: int) -> None:
-    """130 rows need two row tiles of 128."""
-    launch, workspace = Launcher(device), SplitWorkspace(device)
-    x, w = torch.randn(m, 32, device=device), torch.randn(48, 32, device=device)
-    values = torch.empty(m, 3, device=device)
-    index = torch.empty(m, 3, dtype=torch.int32, device=device)
-    config = GemmConfig("dot", bn=16, bk=32, stages=2)
-    skinny_gemm(launch, config, workspace, x, w, values, index=index)
-    want = (x.double() @ w.double().T).argmax(-1)
-    assert tile_argmax(launch, values, index).tolist() == want.tolist()
 
 
 def test_split_k_is_deterministic_and_reuses_its_counters(device: torch.device) -> None:
