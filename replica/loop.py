@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.045
 """An event batch leaves at least this often, so that consumers see one every 50 ms."""
+MAX_FAILED_STEPS = 3
+"""So many failed steps in a row mean a broken device rather than broken requests."""
 ARRIVAL_POLL_S = 0.01
 """How late the loop may notice an arrival while a step runs and the next could still be launched."""
 
@@ -93,7 +95,7 @@ class Engine:
         self._stopping = self.draining = False
         self._fatal: str | None = None
         self._serials = itertools.count()
-        self.num_steps = 0
+        self.num_steps = self._failed_in_a_row = 0
         self._last_done = self._last_emit = time.monotonic()
         self.step_ms: deque[float] = deque(maxlen=1024)
         self._fit = self.step_time.coefficients
@@ -155,6 +157,8 @@ class Engine:
     def health(self) -> Health:
         """A round trip through the loop, plus the age of the step that it waits for."""
         ended = self._fatal or ("the engine is not running" if self._stopping or not self._started else None)
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:  # it fails fast, so it would look idle and draw all traffic
+            ended = f"the last {self._failed_in_a_row} steps failed"
         return probe(self._inbox.ask, self._stalled_for, self.step_ms, ended)
 
     def info(self) -> dict[str, Any]:
@@ -175,7 +179,7 @@ class Engine:
         try:
             while not self._stopping:
                 self.iterate()
-        except Exception as error:
+        except BaseException as error:
             log.exception("the engine loop failed")
             self._fatal = f"the engine loop failed: {error!r}"
             for request in list(self._live.values()):
@@ -239,6 +243,7 @@ class Engine:
             self._last_done = time.monotonic()
             self._fail(flight.plan, error)
             return
+        self._failed_in_a_row = 0
         now = time.monotonic()
         step_ms = (now - max(flight.launched, self._last_done)) * 1e3
         self._last_done = now
@@ -311,6 +316,9 @@ class Engine:
         if request.num_tokens >= request.max_total:  # a resumed stream that had everything but its end
             self._end(request, Finish.LENGTH)
         elif request.deadline != float("inf"):
+            if len(self._deadlines) > 64 + 2 * len(self._live):  # most are of requests long over
+                self._deadlines = [entry for entry in self._deadlines if entry[2].finish is None]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, next(self._serials), request))
 
     def _abort(self, request: Request) -> None:
@@ -336,6 +344,7 @@ class Engine:
         """A whole step failed. Pages are published at read-back only, so none that it touched is indexed."""
         log.error("step %d failed", plan.batch.step, exc_info=error)
         self.counters["failed_steps"] += 1
+        self._failed_in_a_row += 1
         for request in plan.requests:
             if request.finish is None:
                 self._end(request, Finish.ERROR, f"the engine step failed: {error!r}")

@@ -149,20 +149,20 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def unpublish(self, page: int) -> int:
-        """Takes an indexed page and everything below it out of the index (its content is in doubt).
-
-        Walks the whole index, as faults are rare. Returns how many pages left.
-        """
-        doomed, spared = {page}, {NULL_PAGE}
-        for node in list(self._index.values()):
-            chain = []
-            while node not in doomed and node not in spared:
-                chain.append(node)
-                node = self._parent[node]
-            (doomed if node in doomed else spared).update(chain)
-        # A page enters the index after its parent, so the reverse order takes children first.
-        order = [node for node in reversed(self._index.values()) if node in doomed]
+    def unpublish(self, chain: Sequence[int]) -> int:
+        """Takes these indexed pages, parents first, and everything below them out of the index: their content is in
+        doubt. Returns how many pages left. Walks the index only when others have built upon the chain."""
+        order = list(reversed(chain))
+        if any(self._num_children[page] != (i > 0) for i, page in enumerate(order)):
+            doomed, spared = {chain[0]}, {NULL_PAGE}
+            for node in self._index.values():
+                path = []
+                while node not in doomed and node not in spared:
+                    path.append(node)
+                    node = self._parent[node]
+                (doomed if node in doomed else spared).update(path)
+            # A page enters the index after its parent, so the reverse order takes children first.
+            order = [node for node in reversed(self._index.values()) if node in doomed]
         for node in order:
             self._drop_from_index(node)
             if self._refs[node] == 0:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 from operator import attrgetter
 
@@ -125,10 +126,8 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """What this request computed is in doubt: no page of it, nor any built upon one, serves others."""
-        for page_hash in request.hashes[request.num_hits :]:
-            if page := self.pool.lookup(page_hash):
-                self.pool.unpublish(page)
-                return
+        chain = [self.pool.lookup(page_hash) for page_hash in request.hashes[request.num_hits :]]
+        self.pool.unpublish(list(takewhile(bool, chain)))
 
     # --- one step
 
@@ -264,7 +263,8 @@ class Scheduler:
             request.hash_of(num_full - 1, config.page_size)
         num_hits = pool.match(request.hashes, limit)
         request.awaits = b""
-        if num_hits < limit and request.hashes[num_hits] in self._computing:
+        single_flight = config.scheduler == "continuous"  # a static batch must not leave its members out
+        if single_flight and num_hits < limit and request.hashes[num_hits] in self._computing:
             request.awaits = request.hashes[num_hits]
             return False
         tokens = request.num_tokens if config.kv_cache_paging else config.max_model_len

@@ -296,7 +296,7 @@ def test_step_views_are_never_rewritten() -> None:
 
     harness.runner.launch = spy
     for i in range(8):
-        harness.submit(prompt_of(100, seed=i), max_tokens=80)
+        harness.submit(prompt_of(20, seed=i), max_tokens=250)
     harness.finish(audit=False)
     assert harness.engine.info()["counters"]["preemptions"] > 0
     assert all((view == copy).all() for view, copy in seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 import time
 
@@ -336,3 +337,35 @@ def test_info_is_json_and_counts() -> None:
     assert info["pages"]["free"] + info["pages"]["cached"] + info["pages"]["held"] == info["pages"]["all"]
     assert info["config"]["chunk_size"] == 64 and "max_batch_size" in info["config"]["reasons"]
     assert info["steps"]["count"] == len(harness.batches) and info["steps"]["p99_ms"] >= info["steps"]["p50_ms"]
+
+
+def test_a_broken_device_shows_in_health() -> None:
+    broken = [True]
+
+    def before_step(batch):
+        if broken[0]:
+            raise RuntimeError("device lost")
+
+    harness = Harness(before_step=before_step, max_batch_size=1)
+    harness.engine.start()
+    try:
+        for seed in range(3):
+            request_id = harness.submit(prompt_of(5, seed=seed), max_tokens=3, seed=7)
+            wait_for(harness.engine.idle)
+            assert harness.outputs[request_id].finish == Finish.ERROR
+        assert re.search(r"the last \d steps failed", harness.engine.health().reason)
+        broken[0] = False
+        request_id = harness.submit(prompt_of(5), max_tokens=3, seed=7)
+        wait_for(harness.engine.idle)
+        assert harness.outputs[request_id].ids == reference(prompt_of(5), 3) and harness.engine.health().ok
+    finally:
+        harness.engine.stop()
+
+
+def test_deadlines_of_finished_requests_are_forgotten() -> None:
+    harness = Harness(max_batch_size=16)
+    for i in range(300):
+        harness.submit([i, i + 1], max_tokens=1, deadline_ms=3_600_000)
+        if i % 10 == 9:
+            harness.finish(audit=False)
+    assert len(harness.engine._deadlines) < 100

@@ -120,12 +120,13 @@ class PagePoolMachine(RuleBasedStateMachine):
         if count <= self.pool.num_available:
             self.pool.release(self.pool.allocate(count))
 
-    @rule(pick=st.randoms(use_true_random=False))
-    def unpublish(self, pick) -> None:
-        indexed = [page for page in range(1, NUM_PAGES) if self.pool.is_indexed(page)]
-        if not indexed or pick.random() < 0.7:
+    @rule(holder=holders, skip=st.integers(0, 2), often=st.integers(0, 3))
+    def unpublish(self, holder: Holder, skip: int, often: int) -> None:
+        chain = [self.pool.lookup(page_hash) for page_hash in holder.hashes[skip:]]
+        chain = chain[: chain.index(NULL_PAGE)] if NULL_PAGE in chain else chain
+        if not chain or often:
             return
-        page, before = pick.choice(indexed), set(self.sink.keys)
+        page, before = chain[0], set(self.sink.keys)
         children: dict[int, list[int]] = {}
         for key, parent in self.sink.keys.items():
             children.setdefault(parent, []).append(key)
@@ -134,7 +135,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             key = stack.pop()
             doomed.add(key)
             stack += children.get(key, [])
-        assert self.pool.unpublish(page) == len(doomed)
+        assert self.pool.unpublish(chain) == len(doomed)
         assert set(self.sink.keys) == before - doomed, "exactly the subtree must leave"
 
     @invariant()

@@ -267,7 +267,7 @@ def test_high_priority_mode_with_a_tiny_pool_comes_to_rest() -> None:
 
 def test_a_prompt_that_is_being_recomputed_is_no_victim() -> None:
     """Seven streams grow while an eighth prompt gets a token a step: what headroom can't cover, its elders pay."""
-    harness = Harness(chunk_size=8, max_batch_size=8, max_num_pages=41, max_model_len=300, watermark=0.0)
+    harness = Harness(chunk_size=8, max_batch_size=8, max_num_pages=61, max_model_len=300, watermark=0.0)
     victims: list[str] = []
     preempt = harness.engine.scheduler._preempt
 
@@ -277,7 +277,7 @@ def test_a_prompt_that_is_being_recomputed_is_no_victim() -> None:
         preempt(request)
 
     harness.engine.scheduler._preempt = note
-    elders = [harness.submit(prompt_of(8, seed=i), max_tokens=90, seed=7) for i in range(7)]
+    elders = [harness.submit(prompt_of(8, seed=i), max_tokens=200, seed=7) for i in range(7)]
     run_until(harness, lambda: all(len(harness.outputs[r].ids) >= 10 for r in elders))
     prompt = harness.submit(prompt_of(240), max_tokens=2, seed=7)
     harness.finish()
