@@ -287,7 +287,7 @@ class TokenServer:
         self._handshaking.discard(connection)
         router = self._routers.pop(connection, None)
         if router is None:
-            log.warning("no router behind %s: %s", connection.address, reason)
+            log.log(logging.WARNING if refused else logging.DEBUG, "no router at %s: %s", connection.address, reason)
             return
         assert self._engine is not None
         log.info("router at %s is gone (%s); %d requests cancelled", connection.address, reason, len(router.requests))

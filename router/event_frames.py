@@ -6,7 +6,7 @@ Everything is type-checked on decoding, so that applying a decoded batch can't f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import isfinite
 from typing import Any
@@ -39,7 +39,15 @@ class Load:
     """a, b, t0, k1, k2 of the step-time fit, milliseconds (docs/router.md)."""
 
     def to_wire(self) -> list[Any]:
-        return [getattr(self, f.name) for f in fields(self)]
+        return [
+            self.queued_uncached_tokens,
+            self.running,
+            self.waiting,
+            self.context_tokens,
+            self.free_pages,
+            self.evictable_pages,
+            self.coefficients,
+        ]
 
     @classmethod
     def from_wire(cls, raw: list[Any]) -> Load:
