@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import numpy as np
 
 from router.wire import GRAMMAR_LIMITS
+
+_MASK_S = 0.005
+"""CPU time that a request's masks may take on average; 20 us is usual. All requests of a step wait for all masks."""
+_GRACE_S = 0.25
 
 
 class GrammarFault(Exception):
@@ -100,6 +105,8 @@ class GrammarMask:
         self._grammars = grammars
         self.num_accepted = 0
         self._num_eos = 0
+        self._num_made = 0
+        self._spent_s = 0.0
 
     @property
     def finished(self) -> bool:
@@ -175,7 +182,15 @@ class GrammarMask:
             self._check()
             row[:] = self._grammars.eos_mask
             return
+        started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._spent_s += time.thread_time() - started
+        self._num_made += 1
+        if self._spent_s > _GRACE_S + self._num_made * _MASK_S:
+            raise GrammarFault(
+                f"its masks take {self._spent_s / self._num_made * 1e3:.0f} ms each and hold up every other request; "
+                "write what repeats as one regular expression, and leave less to ambiguity"
+            )
         # After an error the library hands out a mask that ends the text: it would pass for a finished answer.
         self._check()
         if not row.any():

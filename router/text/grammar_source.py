@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
+
+from router.text.gbnf import NotRegular, as_regex
 
 JSON_WHITESPACE = r"( |\r?\n( {0,32}|\t{0,8}))?"
 """Between two JSON tokens: nothing, a space, or a line break with an indent. Bounded, or a model can pad for ever."""
@@ -37,7 +40,7 @@ def lark_source(kind: str, text: str) -> str:
         options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(text))
         return f"{_HEADER}start: CHOICE\nCHOICE: {options}\n"
     if kind == "ebnf":
-        return _HEADER + _lark(text)
+        return _HEADER + (_gbnf(text) if "::=" in text else _lark(text))
     raise SourceError(f"unknown grammar kind {kind!r}")
 
 
@@ -57,10 +60,16 @@ def _regex(pattern: str) -> str:
 
 
 def _lark(text: str) -> str:
-    if "::=" not in text:
-        if re.search(r"^\s*%llguidance\b", text, re.MULTILINE):
-            raise SourceError("%llguidance options can't be set by a request")
-        return text
+    if re.search(r"^\s*%llguidance\b", text, re.MULTILINE):
+        raise SourceError("%llguidance options can't be set by a request")
+    return text
+
+
+def _gbnf(text: str) -> str:
+    """One expression where the grammar is regular; else rules, of which those without recursion become tokens that
+    match as much as they can."""
+    with contextlib.suppress(NotRegular):
+        return f"start: TEXT\nTEXT: /{as_regex(text)}/\n"
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

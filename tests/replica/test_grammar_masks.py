@@ -161,3 +161,13 @@ def test_a_mask_that_cannot_be_had_fails_closed() -> None:
 def test_an_eos_id_is_needed() -> None:
     with pytest.raises(ValueError, match="eos_token_ids"):
         Grammars(TOKENS, vocab_size=VOCAB, eos_token_ids=(VOCAB,))
+
+
+def test_masks_that_hold_everybody_up_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(i) for i in range(1000))
+    monkeypatch.setattr("replica.grammar.time.thread_time", lambda: next(clock) * 0.02)
+    mask = start("start: /[a-z]+/")
+    with pytest.raises(GrammarFault, match="20 ms each"):
+        for _ in range(100):
+            mask.mask(1)
+    assert 10 < mask._num_made < 30, "the grace of a quarter second, and no more"
