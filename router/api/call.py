@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.api import sse
-from router.api.errors import ApiError
+from router.api.errors import ApiError, messages_body
 from router.api.http import Headers, Message, Receive, Send, dumps, parse_object, read_body, send_bytes
 from router.api.services import Services
 
@@ -63,7 +63,9 @@ class Call:
         await send_bytes(self.send, status, body, self._headers(more), content_type)
 
     async def error(self, error: ApiError) -> None:
-        await self.send_body(error.status, error.body(), headers=error.headers)
+        ours = self.path.startswith("/v1/messages")
+        body = messages_body(error) if ours else error.body()
+        await self.send_body(error.status, body, headers=error.headers)
 
     async def start_events(self) -> None:
         await self.send({"type": "http.response.start", "status": 200, "headers": self._headers(sse.HEADERS)})

@@ -9,6 +9,7 @@ from typing import Any
 from router.api.call import Call
 from router.api.errors import ApiError, bad_request
 from router.api.generation import make_plan
+from router.api.reasoning_budget import ReasoningBudget
 from router.api.run import Plan, Prompt, Run
 from router.api.sampling import budget, truncated
 from router.api.schemas.chat import ChatRequest
@@ -19,7 +20,7 @@ from router.text.assistant import AssistantParser
 from router.text.chat import ChatTemplate, TemplateRefusal
 from router.text.events import CallArguments, CallStart, Content, Event, Reasoning
 from router.text.output import Piece
-from router.text.reasoning import END, ReasoningParser, opened_by
+from router.text.reasoning import BEGIN, END, ReasoningParser, opened_by
 from router.text.tool_prompt import spelled_out, with_tools
 from router.text.tools import MARKERS, PARSERS
 
@@ -106,7 +107,7 @@ async def prepare(call: Call, request: ChatRequest, *, logprobs: int | None) -> 
     plan = make_plan(call, request, [prompt], logprobs=logprobs, grammar=grammar)
     markers = MARKERS[tools.format] if tools else ()
     tokenizer = services.card.tokenizer
-    shown = {tokenizer.token_id(marker) for marker in (*markers, *(("<think>", END) if reasons else ()))}
+    shown = {tokenizer.token_id(marker) for marker in (*markers, *((BEGIN, END) if reasons else ()))}
     plan = replace(
         plan,
         text=replace(
@@ -114,8 +115,23 @@ async def prepare(call: Call, request: ChatRequest, *, logprobs: int | None) -> 
             shown_special=frozenset(i for i in shown if i in tokenizer.special_ids),
             watch_id=tokenizer.token_id(END) if reasons else None,
         ),
+        reasoning=_budget(services, request, plan, opened) if request.thinking_token_budget else None,
     )
     return Conversation(plan, tools, opened, reasons, request.include_reasoning is False)
+
+
+def _budget(services: Services, request: ChatRequest, plan: Plan, opened: bool) -> ReasoningBudget:
+    """Raises a 400 where a limit on reasoning would not be exactly that."""
+    tokenizer, param = services.card.tokenizer, "thinking_token_budget"
+    end = tokenizer.token_id(END)
+    if not services.reasons or end is None:
+        raise bad_request(f"{param}: this model's answers have no reasoning that could be limited", param=param)
+    if plan.sampling.grammar is not None or request.frequency_penalty or request.presence_penalty:
+        # The answer goes on as a new request, which would neither know the grammar's state nor what was counted.
+        with_what = "frequency_penalty, presence_penalty, forced or strict tools, or a format"
+        raise bad_request(f"{param} can't be combined with {with_what}", param=param)
+    closing = tokenizer.encode(f"\n{END}\n\n", add_special_tokens=False)
+    return ReasoningBudget(request.thinking_token_budget or 0, tokenizer.token_id(BEGIN), end, tuple(closing), opened)
 
 
 async def _tokenized(call: Call, request: ChatRequest, text: str) -> Prompt:

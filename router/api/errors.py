@@ -54,6 +54,14 @@ class ApiError(Exception):
         return json.dumps({"error": error}, ensure_ascii=False).encode()
 
 
+def messages_body(error: ApiError) -> bytes:
+    """The error in Anthropic's shape."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    detail = {"type": "overloaded_error" if error.status == 503 else kind, "message": error.message}
+    return json.dumps({"type": "error", "error": detail}, ensure_ascii=False).encode()
+
+
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

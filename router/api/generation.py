@@ -17,6 +17,7 @@ from router.api.options import narrowed_salt
 from router.api.refused import HINTS, Unserved, check_unserved, ignored_header
 from router.api.run import Choice, Plan, Prompt, Run, Usage
 from router.api.sampling import build_sampling, check_common, text_options
+from router.api.schemas.chat import ChatRequest
 from router.api.schemas.common import GenerationRequest, Request
 from router.text.output import Piece
 
@@ -54,6 +55,14 @@ async def open_request(call: Call, model: type[G], table: Mapping[str, Unserved]
     if request.request_id is not None:
         call.use_request_id(request.request_id)
     return request
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Another route's request in chat's terms; what chat refuses is the client's fault under chat's names."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error, body) from None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from router.api.info import package_version
 from router.api.schemas import answers
 from router.api.schemas.chat import ChatRequest
 from router.api.schemas.completions import CompletionRequest
+from router.api.schemas.messages import CountTokensRequest, MessagesRequest
+from router.api.schemas.responses import ResponsesRequest
 from router.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from router.text.card import ModelCard
 
@@ -59,6 +61,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/v1/completions"): Operation(
         "completions", "Continue prompts.", answers.Completion, CompletionRequest, _GENERATION_ERRORS, True
     ),
+    ("post", "/v1/responses"): Operation(
+        "responses", "Answer in typed items.", answers.ResponseBody, ResponsesRequest, _GENERATION_ERRORS, True
+    ),
+    ("post", "/v1/messages"): Operation(
+        "messages", "Anthropic's messages.", answers.MessageBody, MessagesRequest, _GENERATION_ERRORS, True
+    ),
+    ("post", "/v1/messages/count_tokens"): Operation(
+        "countTokens", "Tokens of a prompt.", answers.InputTokens, CountTokensRequest, (400, 401, 404, 413)
+    ),
     ("get", "/v1/models"): Operation("listModels", "Served models.", answers.ModelList, errors=(401,)),
     ("get", "/v1/models/{model}"): Operation("getModel", "One served model.", answers.ModelBody, errors=(401, 404)),
     ("get", "/v1/directory"): Operation(
@@ -84,7 +95,8 @@ def document(card: ModelCard) -> bytes:
     """The document for one served model, JSON."""
     bodies = [(op.body, "validation") for op in OPERATIONS.values() if op.body]
     replies = [(op.answer, "serialization") for op in OPERATIONS.values() if op.answer]
-    inputs = [*dict.fromkeys(bodies), *dict.fromkeys(replies), (answers.ErrorBody, "serialization")]
+    failures = [(model, "serialization") for model in (answers.ErrorBody, answers.MessagesErrorBody)]
+    inputs = [*dict.fromkeys(bodies), *dict.fromkeys(replies), *failures]
     references, shared = models_json_schema(inputs, ref_template=_REF)  # type: ignore[arg-type]
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
@@ -123,7 +135,8 @@ def _operation(path: str, operation: Operation, references: Mapping[Any, Any], c
     if operation.streams:
         good["text/event-stream"] = {"schema": {"type": "string"}}
     out["responses"]["200"] = {"description": "OK", "content": good}
-    error = {"application/json": {"schema": references[(answers.ErrorBody, "serialization")]}}
+    body = answers.MessagesErrorBody if path.startswith("/v1/messages") else answers.ErrorBody
+    error = {"application/json": {"schema": references[(body, "serialization")]}}
     for status in sorted({*operation.errors, 405}):
         out["responses"][str(status)] = {"description": _MEANINGS[status], "content": error}
     return out

@@ -64,7 +64,36 @@ CHAT: dict[str, Unserved] = {
     "chat_template": Unserved("the template is the operator's choice"),
     "media_io_kwargs": Unserved(_MEDIA),
     "mm_processor_kwargs": Unserved(_MEDIA),
-    "thinking_token_budget": Unserved("reasoning can be turned off by reasoning_effort, not cut"),
+}
+
+_TURN = "nothing is stored; send the whole conversation as input"
+RESPONSES: dict[str, Unserved] = {
+    "previous_response_id": Unserved(_TURN),
+    "conversation": Unserved(_TURN),
+    "store": Unserved(_STATE, (False,)),
+    "background": Unserved("answers come in the response itself", (False,)),
+    "background_options": Unserved("answers come in the response itself"),
+    "prompt": Unserved("prompt templates are not stored"),
+    "truncation": Unserved("input that doesn't fit is refused", ("disabled",)),
+    "max_tool_calls": Unserved("the client runs the tools"),
+    "top_logprobs": Unserved("log-probabilities are in /v1/chat/completions", (0,)),
+    "context_management": Unserved(_TURN),
+    "service_tier": _GENERATION["service_tier"],
+    "prompt_cache_retention": _GENERATION["prompt_cache_retention"],
+    "prompt_cache_options": _GENERATION["prompt_cache_options"],
+    "moderation": _GENERATION["moderation"],
+    "image": Unserved(_MEDIA),
+    "access_programs": Unserved("the server has none"),
+}
+
+MESSAGES: dict[str, Unserved] = {
+    "container": Unserved("the server runs no code"),
+    "mcp_servers": Unserved("the client runs the tools", ([],)),
+    "context_management": Unserved("send the conversation as it is to be seen"),
+    "service_tier": Unserved("there is one tier", ("auto", "standard_only")),
+    "output_config": Unserved("the served model has no such control"),
+    "output_format": Unserved("structured output is in /v1/chat/completions and /v1/responses"),
+    "inference_geo": Unserved("the server is where it is"),
 }
 
 HINTS = ("prompt_cache_key", "safety_identifier")

@@ -9,6 +9,8 @@ from router.api import info
 from router.api.call import Call
 from router.api.chat import chat_completions
 from router.api.completions import completions
+from router.api.messages import count_tokens, messages
+from router.api.responses import responses
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -35,6 +37,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/detokenize"): Route(info.detokenize),
     ("POST", "/v1/chat/completions"): Route(chat_completions, generates=True),
     ("POST", "/v1/completions"): Route(completions, generates=True),
+    ("POST", "/v1/responses"): Route(responses, generates=True),
+    ("POST", "/v1/messages"): Route(messages, generates=True),
+    ("POST", "/v1/messages/count_tokens"): Route(count_tokens),
 }
 
 _ONE_MODEL = "this server runs one text-generation model"
@@ -59,8 +64,8 @@ NOT_SERVED: dict[str, str] = {
     "/v1/vector_stores": "nothing is stored",
     "/v1/conversations": "nothing is stored",
     "/v1/realtime": _ONE_MODEL,
-    "/v1/responses": "this version has no Responses API; use /v1/chat/completions",
-    "/v1/messages": "this version has no Messages API; use /v1/chat/completions",
+    "/v1/responses": "answers are not stored",
+    "/v1/messages": "only creation and count_tokens are",
 }
 
 _PATHS: dict[str, dict[str, Route]] = {}

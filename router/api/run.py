@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from router.api.errors import ApiError, deadline_passed
 from router.api.metrics import Metrics
+from router.api.reasoning_budget import BudgetWatch, ReasoningBudget
 from router.api.sampling import for_choice
 from router.backend import Backend, Job, Ticket
 from router.text.output import OutputStream, Piece, TextOptions
@@ -39,6 +40,7 @@ class Plan:
     deadline_s: float | None = None
     ttft_slo_s: float | None = None
     trace: str | None = None
+    reasoning: ReasoningBudget | None = None
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Run:
     choices: list[Choice]
     metrics: Metrics
     started_s: float
+    backend: Backend
+    prefix: str
     deadline_at_s: float | None = None
     _pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -96,7 +100,7 @@ class Run:
             for index, ticket in enumerate(tickets)
         ]
         deadline = None if plan.deadline_s is None else started + plan.deadline_s
-        return cls(plan, choices, metrics, started, deadline)
+        return cls(plan, choices, metrics, started, backend, prefix, deadline)
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Pieces of all choices as they come. Raises ApiError or BackendError when an answer can't be finished."""
@@ -165,11 +169,41 @@ class Run:
             self.metrics.finished(piece.finish_reason, time.monotonic() - self.started_s, choice.output.num_tokens)
 
     async def _deltas_of(self, choice: Choice) -> AsyncGenerator[tuple[Choice, TokenDelta], None]:
-        async for delta in choice.ticket.deltas():
+        budget = self.plan.reasoning
+        async for delta in choice.ticket.deltas() if budget is None else self._limited(choice, budget):
             yield choice, delta
             if choice.output.finished:
                 return
         raise ApiError(502, "the engine's stream ended before the answer did", code="engine_error")
+
+    async def _limited(self, choice: Choice, budget: ReasoningBudget) -> AsyncGenerator[TokenDelta, None]:
+        """A choice's deltas; when its reasoning has used up the budget, the block is closed and the rest goes on."""
+        watch, emitted = BudgetWatch(budget), list[int]()
+        async for delta in choice.ticket.deltas():
+            fits = watch.cut(delta.ids) if delta.finish is None else None
+            if fits is None:
+                emitted += delta.ids
+                yield delta
+                continue
+            choice.ticket.cancel()
+            emitted += delta.ids[:fits]
+            logprobs = delta.logprobs[:fits] if delta.logprobs is not None else None
+            yield replace(delta, ids=delta.ids[:fits], logprobs=logprobs)
+            break
+        else:
+            return
+        room = choice.prompt.max_tokens - len(emitted)
+        closing = list(budget.closing[:room])
+        left = room - len(closing)
+        yield TokenDelta(choice.ticket.replica, closing, finish=None if left else Finish.LENGTH)
+        if left:
+            ids = [*choice.prompt.ids, *emitted, *closing]
+            job = _job(self.plan, Prompt(ids, left), choice.index % self.plan.n, self.prefix)
+            sampling = replace(job.sampling, prompt_logprobs=None)
+            choice.ticket = await self.backend.admit(replace(job, sampling=sampling))
+            async for delta in choice.ticket.deltas():
+                # The second prompt's hits are the first's work, not something the client was spared.
+                yield replace(delta, num_cached=None)
 
     async def _merged(self) -> AsyncGenerator[tuple[Choice, TokenDelta], None]:
         queue: asyncio.Queue[tuple[Choice, TokenDelta] | BaseException | None] = asyncio.Queue(64)

@@ -169,3 +169,65 @@ class Directory(BaseModel):
     """Replicas, their sync state, and the hottest prefixes (hash, tokens, holders, hits); never prompt text."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class MessagesErrorDetail(Answer):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(Answer):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class InputTokens(Answer):
+    input_tokens: int
+
+
+class MessagesUsage(Answer):
+    input_tokens: int
+    """Prompt tokens that were not read from the cache."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageBody(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    """Blocks of type text, thinking or tool_use."""
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class InputDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponsesUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class ResponseBody(BaseModel):
+    """Beside these, the request's own fields as they were given."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    """Items of type message, reasoning or function_call."""
+    usage: ResponsesUsage

@@ -93,6 +93,8 @@ class ChatRequest(GenerationRequest):
     """false: at most one call."""
     reasoning_effort: Effort | None = None
     """For models whose template knows it; "none" turns reasoning off where the template can."""
+    thinking_token_budget: Annotated[Int, Field(ge=1, lt=1 << 31)] | None = None
+    """Longest reasoning, tokens; then the answer begins. For models that reason."""
     include_reasoning: bool | None = None
     """false: leave reasoning_content out of the answer. It is generated and counted all the same."""
     add_special_tokens: bool | None = None
