@@ -189,6 +189,7 @@ def open_router(
 ) -> tuple[Dispatcher, Api]:
     """Runs in a router's process: card, backend and HTTP surface."""
     from router.api import create_app
+    from router.plane_metrics import PlaneCollector
 
     checkpoint = locate(model, weights=False)
     card = load_card(checkpoint, (served_name or checkpoint.name,))
@@ -198,7 +199,9 @@ def open_router(
         router_id=name,
         options=dispatch,
     )
-    return dispatcher, create_app(dispatcher, card, api)
+    app = create_app(dispatcher, card, api)
+    app.services.metrics.registry.register(PlaneCollector(dispatcher))
+    return dispatcher, app
 
 
 def token_plane_secret(bound: str) -> bytes:
