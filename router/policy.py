@@ -8,8 +8,9 @@ For a request of ``n`` tokens and a replica that has ``c`` of them cached or pen
     cost  = max(Q, X) + price P(u)
     price = min(8, 1 + waiting on the lower-quartile replica + [must evict to admit])
 
-The least cost wins; among those within 5 ms of it, the rendezvous hash of the first page that they don't all share,
-so that independent routers send the same new prefix to the same replica. On an idle cluster this is plain expected
+The least cost wins; among those within 5 ms of it, less any that another one matches in cost and beats in held pages,
+the rendezvous hash of the first page that they don't all share, so that independent routers send the same new prefix
+to the same replica. On an idle cluster this is plain expected
 TTFT; under load, work added to a queue delays everyone behind it, and the price makes a router not recompute what
 someone holds. The cap bounds hot-spotting: Q_chosen - Q_min <= 8 P(whole prompt) + 5 ms. Pure: no clock, no state.
 """
@@ -19,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import ceil
+from itertools import groupby
+from math import ceil, inf
 
 from router.pages import mix64
 
@@ -112,6 +114,25 @@ def congestion(views: Sequence[ReplicaView]) -> int:
     return sorted(view.waiting for view in views)[len(views) // 4]
 
 
+Priced = tuple[float, float, float, float, ReplicaView]
+"""(cost, P(u), max(Q, X), price, replica); milliseconds."""
+
+
+def _undominated(tied: Sequence[Priced]) -> list[Priced]:
+    """Without replicas that another holds more pages than, for no more cost or no longer a wait.
+
+    The wait counts by itself since costs also differ by the noise of two fits, which must not lose a held page.
+    """
+    least_cost = least_wait = inf
+    kept: list[Priced] = []
+    for _, group in groupby(sorted(tied, key=lambda entry: -entry[4].cached), key=lambda entry: entry[4].cached):
+        level = list(group)
+        kept += [entry for entry in level if entry[0] < least_cost and entry[2] < least_wait]
+        least_cost = min(least_cost, *(entry[0] for entry in level))
+        least_wait = min(least_wait, *(entry[2] for entry in level))
+    return kept
+
+
 def choose(
     views: Sequence[ReplicaView],
     num_tokens: int,
@@ -131,7 +152,7 @@ def choose(
         return None
     price = 1.0 + congestion(views)
     limit_ms = options.slack_ratio * sum(view.queue_ms for view in views) / len(views) + options.slack_ms
-    priced: list[tuple[float, float, float, float, ReplicaView]] = []
+    priced: list[Priced] = []
     for view in views:
         cached = min(view.cached, num_tokens - 1)
         uncached = num_tokens - cached
@@ -146,7 +167,7 @@ def choose(
     if not trusted:
         return None
     best = min(entry[0] for entry in trusted)
-    tied = [entry for entry in trusted if entry[0] <= best + options.tie_ms]
+    tied = _undominated([entry for entry in trusted if entry[0] <= best + options.tie_ms])
     chosen = tied[0]
     if len(tied) > 1:
         shared_pages = min(entry[4].cached for entry in tied) // page_size

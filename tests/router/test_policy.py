@@ -92,6 +92,32 @@ def test_tie_breaks_on_the_first_page_not_shared() -> None:
     assert len(short) == 4, "prompts without a full page spread by request"
 
 
+def test_a_tie_never_loses_a_holder_that_costs_no_more() -> None:
+    """Short prompts cost less than the tie window, so the holder has to win inside of it, whatever the fits' noise."""
+    slower = Coefficients(FIT.a, FIT.b, FIT.t0 + 1.0, FIT.k1, FIT.k2)
+    for prompt in range(60):
+        keys = [mix64(prompt * 10 + i) for i in range(2)]
+        for fit in (FIT, slower):
+            views = [view("holder", cached=32, fit=fit), view("cold"), view("half", cached=16)]
+            chosen = choose(views, 37, keys, 16, fallback_key=prompt)
+            assert (chosen.replica, chosen.cached) == ("holder", 32)
+
+
+def test_a_busier_holder_within_the_window_is_tied() -> None:
+    """Its queue makes it cost more: then the page decides, the same way in every router."""
+    winners = {
+        choose(
+            [view("holder", cached=32, queue_ms=4.0), view("cold")],
+            37,
+            [mix64(prompt * 10 + i) for i in range(2)],
+            16,
+            fallback_key=1,
+        ).replica
+        for prompt in range(60)
+    }
+    assert winners == {"holder", "cold"}
+
+
 def test_suspicious_replicas_only_when_nothing_else() -> None:
     assert decide([view("a", suspicious=True), view("b", queue_ms=500.0)]).replica == "b"
     assert decide([view("a", suspicious=True)]).replica == "a"
