@@ -19,17 +19,17 @@ def api_keys(options: ApiOptions | None = None) -> list[str]:
     return (options or ApiOptions()).all_keys()
 
 
-def connect(url: str, keys: Iterable[str] = (), *, timeout_s: float = 10.0) -> httpx.Client:
-    """A client of the cluster at ``url``. Streams may take as long as they like."""
+def connect(url: str, keys: Iterable[str] = ()) -> httpx.Client:
+    """A client of the cluster at ``url``. Answers may take as long as they like."""
     key = next(iter(keys), None)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, read=None))
+    return httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None))
 
 
-def get(client: httpx.Client, path: str) -> dict[str, Any]:
+def get(client: httpx.Client, path: str, *, timeout_s: float = 10.0) -> dict[str, Any]:
     """The JSON object at ``path``. Raises Unreachable."""
     try:
-        response = client.get(path, timeout=10.0)
+        response = client.get(path, timeout=timeout_s)
         if response.status_code != 200:
             raise Unreachable(f"{client.base_url.join(path)} answers {describe(response)}")
         body = response.json()

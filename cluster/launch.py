@@ -132,8 +132,10 @@ class Launch:
         with connect(self.url, self._keys) as client:
             while time.monotonic() < deadline and child.poll() is None and not self._signals:
                 try:
-                    get(client, "/ready")
-                    if len(get(client, "/v1/engine")["data"]) >= self.config.replicas:
+                    # Before a router is up, Serve's proxy holds requests back instead of refusing them.
+                    get(client, "/ready", timeout_s=2.0)
+                    engines = get(client, "/v1/engine", timeout_s=5.0)["data"]
+                    if sum(engine["state"] == "open" for engine in engines) >= self.config.replicas:
                         return True
                 except (Unreachable, KeyError):
                     pass

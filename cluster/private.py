@@ -31,7 +31,7 @@ class PrivateCluster:
         self._num_cpus = num_cpus
         self._home = home
         self._extra = dict(extra or {})
-        self._saved: dict[str, str] | None = None
+        self._saved: dict[str, str | None] | None = None
         self.port = free_ports(1)[0]
         self.marker = ""
 
@@ -51,8 +51,9 @@ class PrivateCluster:
         wanted = run_environment(self._root, haproxy=self.haproxy, base=base)
         if self._home is not None:
             wanted["HOME"] = str(self._home)
-        self._saved = dict(os.environ)
-        os.environ.update(wanted)
+        changed = {name for name in wanted.keys() | os.environ.keys() if os.environ.get(name) != wanted.get(name)}
+        self._saved = {name: os.environ.get(name) for name in changed}
+        _set_environment({name: wanted.get(name) for name in changed})
         self.marker = wanted[MARKER]
 
     def __enter__(self) -> PrivateCluster:
@@ -119,9 +120,17 @@ class PrivateCluster:
                     ray.shutdown()
         end_processes(self.marker, grace_s=10)
         shutil.rmtree(self._root, ignore_errors=True)
-        os.environ.clear()
-        os.environ.update(self._saved)
+        _set_environment(self._saved)
         self._saved = None
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    """None removes a variable."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def wait_ready(url: str, replicas: int, timeout_s: float = 120.0) -> None:
@@ -133,7 +142,7 @@ def wait_ready(url: str, replicas: int, timeout_s: float = 120.0) -> None:
             try:
                 if (response := client.get(f"{url}/ready")).status_code == 200:
                     last = engines = client.get(f"{url}/v1/engine").json()["data"]
-                    if len(engines) >= replicas:
+                    if sum(engine["state"] == "open" for engine in engines) >= replicas:
                         return
                 else:
                     last = response.text

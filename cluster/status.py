@@ -65,14 +65,14 @@ def _replica(engine: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
 def _show(result: dict[str, Any], console: Console) -> None:
     sync = "in sync" if result["directory_in_sync"] else "[yellow]not in sync[/]"
     title = f"{result['model']} at {result['url']}, directory of {result['directory_pages']} pages {sync}"
-    columns = ("replica", "state", "pid", "running", "waiting", "pages: free", "cached", "held", "step ms", "generated")
+    columns = ("replica", "state", "run/wait", "pages: free, cached, held", "step ms", "generated")
     table = Table(*columns, title=title, title_justify="left")
     for replica in result["replicas"]:
-        pages = (str(replica["pages"].get(name, "")) for name in ("free", "cached", "held"))
+        pages = ", ".join(str(replica["pages"].get(name, "?")) for name in ("free", "cached", "held"))
         state = replica["state"] if replica["error"] is None else f"[yellow]{replica['error']}[/]"
-        numbers = [replica[name] for name in ("pid", "running", "waiting")]
-        tail = [replica[name] for name in ("step_p50_ms", "generated_tokens")]
-        table.add_row(replica["replica"], state, *map(str, numbers), *pages, *map(str, tail))
+        load = f"{replica['running']}/{replica['waiting']}"
+        numbers = (str(replica[name]) for name in ("step_p50_ms", "generated_tokens"))
+        table.add_row(replica["replica"], state, load, pages, *numbers)
     console.print(table)
     if result["cached_share"] is not None:
         console.print(f"{result['cached_share']:.0%} of all prompt tokens came out of the prefix cache")

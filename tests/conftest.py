@@ -25,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_HOME] = home
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray comes last: up during other tests, its idle processes would slow them down."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (cluster := config.stash.get(_CLUSTER, None)) is not None:
         cluster.close()

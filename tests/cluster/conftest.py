@@ -37,6 +37,12 @@ def pair(cluster: PrivateCluster, tiny: Path) -> Deployed:
 
 
 @pytest.fixture(scope="session")
+def default_model(cluster: PrivateCluster) -> Deployed:
+    """Two replicas of the embedded model."""
+    return Deployed(cluster, "default", cluster.deploy({"replicas": 2, "drain_timeout_s": 10}), 2)
+
+
+@pytest.fixture(scope="session")
 def matrix(cluster: PrivateCluster, tiny: Path) -> dict[str, str]:
     """ "cache=on,chunk=32" -> URL, for every combination, and "pressure": a pool too small for its batch."""
     base = {"model": str(tiny), "replicas": 1, "max_num_pages": 1024, "threads": 1, "drain_timeout_s": 10}
