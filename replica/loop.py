@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +118,12 @@ class Engine:
         if self._started and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def prepare(self, request: Submit) -> None:
+        """Compiles the request's grammar, if it has one and it is new, so that :meth:`submit` is quick."""
+        if request.sampling.grammar is not None and self._masks is not None:
+            with suppress(Exception):  # submit says what is wrong with it
+                self._masks(request.sampling.grammar)
+
     def submit(self, owner: Any, request: Submit) -> None:
         """Takes the request or raises Refusal: invalid, overloaded or draining."""
         if self._stopping or self.draining or self._fatal:
@@ -201,6 +208,7 @@ class Engine:
         launched = len(self._flights) < self._depth and self._launch(now)
         if launched and len(self._flights) < self._depth:
             return  # fill the pipeline before waiting for its head
+        self._speak()  # what the inbox brought is echoed now, not after a step
         patience = max(0.0, self._last_emit + HEARTBEAT_S - now)
         if self._flights:
             if len(self._flights) < self._depth:
@@ -209,8 +217,7 @@ class Engine:
                 self._read_back(self._flights.popleft())
         elif not self._deltas and not self.events.has_changes:
             self._inbox.wait(patience)
-        self._hand_out()
-        self._emit()
+        self._speak()
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -350,6 +357,10 @@ class Engine:
                 self._end(request, Finish.ERROR, f"the engine step failed: {error!r}")
 
     # --- what leaves the loop
+
+    def _speak(self) -> None:
+        self._hand_out()
+        self._emit()
 
     def _hand_out(self) -> None:
         if self._deltas:

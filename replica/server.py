@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from replica.port import EnginePort, Preparer
 from router.connection import Connection, ConnectionOptions
 from router.handshake import Peer, ReplicaHandshake, check_secret
 from router.pages import RootFields
@@ -37,28 +38,6 @@ SNAPSHOT_KEYS = 4096
 """Per chunk sent: taking one in doesn't hold up a router's streams."""
 SNAPSHOT_PAUSE_S = 0.002
 """Between two chunks: tokens of the same router go first."""
-
-
-class EnginePort(Protocol):
-    """What the server needs of :class:`replica.loop.Engine`. All thread-safe; ``owner`` is the connection."""
-
-    def submit(self, owner: Any, request: Submit) -> None:
-        """Raises Refusal."""
-        ...
-
-    def cancel(self, owner: Any, request_id: str) -> None: ...
-
-    def replay(self, from_seq: int) -> list[EventBatch] | None: ...
-
-    def snapshot(self) -> list[Snapshot]:
-        """May wait for the engine's loop."""
-        ...
-
-    def drain(self) -> None: ...
-
-    def idle(self) -> bool: ...
-
-    def info(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -131,6 +110,7 @@ class TokenServer:
         self._routers: dict[Connection, _Router] = {}
         self._handshaking: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._preparer = Preparer()
         self._draining = False
         self._first_batch = asyncio.Event()
         self._epoch = 0
@@ -184,7 +164,7 @@ class TokenServer:
     def _quiet(self) -> bool:
         assert self._engine is not None
         unsent = any(router.requests or router.connection.unsent for router in self._routers.values())
-        return self._engine.idle() and not self._outbox and not unsent
+        return self._engine.idle() and not self._outbox and not unsent and not self._preparer
 
     async def close(self, *, abort: bool = False) -> None:
         """End every connection, with what is unsent unless ``abort``; the engine cancels what they had running."""
@@ -196,6 +176,7 @@ class TokenServer:
             else:
                 connection.close("the replica closes")
         await asyncio.sleep(0)
+        self._preparer.close()
         for task in list(self._tasks):
             task.cancel()
 
@@ -291,6 +272,7 @@ class TokenServer:
             return
         assert self._engine is not None
         log.info("router at %s is gone (%s); %d requests cancelled", connection.address, reason, len(router.requests))
+        self._preparer.cancel_all(router)
         for request in router.requests:
             self._engine.cancel(router, request)
         router.requests.clear()
@@ -311,13 +293,22 @@ class TokenServer:
             raise ProtocolError("SUBMIT without a request id")
         try:
             submit = Submit.from_frame(frame)
-            if self._draining:
-                raise Refusal(Code.DRAINING, "this replica drains")
-            if request in router.requests:
+            if request in router.requests or (router, request) in self._preparer:
                 raise Refusal(Code.INVALID, f"request id {request!r} is running already", "request_id")
-            self._engine.submit(router, submit)
         except ProtocolError as error:
             router.connection.send(Refusal(Code.INVALID, str(error)).to_frame(request))
+        except Refusal as refusal:
+            router.connection.send(refusal.to_frame(request))
+        else:
+            self._preparer.run(self._engine, router, submit, self._submit)
+
+    def _submit(self, router: _Router, submit: Submit) -> None:
+        assert self._engine is not None
+        request = submit.request_id
+        try:
+            if self._draining:
+                raise Refusal(Code.DRAINING, "this replica drains")
+            self._engine.submit(router, submit)
         except Refusal as refusal:
             router.connection.send(refusal.to_frame(request))
         except Exception as error:  # one request's fault ends that request only
@@ -330,7 +321,10 @@ class TokenServer:
     def _on_cancel(self, router: _Router, frame: list[Any]) -> None:
         assert self._engine is not None
         request = frame[1]
-        if isinstance(request, str) and request in router.requests:
+        if not isinstance(request, str):
+            return
+        self._preparer.cancel(router, request)
+        if request in router.requests:
             router.requests.discard(request)
             self._engine.cancel(router, request)
 
