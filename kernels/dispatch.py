@@ -126,6 +126,15 @@ class Dispatch:
             chosen["norm_logits"].norm_logits
         )
 
+        # Only where the head's product is ours can ids be chosen without writing logits.
+        self.norm_sample: Callable[..., torch.Tensor] | None = getattr(chosen["norm_logits"], "norm_sample", None)
+
+    @property
+    def capturable(self) -> str | None:
+        """Why a decode step can't be captured in a CUDA graph, or None: attention must not look at host lengths."""
+        ops, why = self._chosen["attention"]
+        return None if getattr(ops, "capturable", False) else f"attention is {why}"
+
     def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head."""
         prepare = getattr(self._chosen[_READER[role]][0], "prepare", None)

@@ -70,6 +70,11 @@ class TritonOps:
         self._descriptors: dict[int, TensorDescriptor] = {}
         self._record: dict[str, str] = {}
 
+    @property
+    def capturable(self) -> bool:
+        """Decode reads lengths and pages on the device only."""
+        return True
+
     def choices(self) -> dict[str, str]:
         return dict(self._record)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 
-from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Ops, Stream
+from kernels.interface import AttentionMeta, AttentionShape, Draw, LayerKV, Ops, Stream
 from replica.config import ModelFacts
 from replica.rope import RopeConfig, tables
 
@@ -128,6 +128,13 @@ class Decoder:
     def logits(self, x: Stream, rows: torch.Tensor | None) -> torch.Tensor:
         """fp32 [S, vocab] of the given rows of ``x``."""
         return self.ops.norm_logits(x, rows, self.weights.norm, self.config.norm_eps, self.weights.head)
+
+
+    def sample(self, x: Stream, draw: Draw) -> torch.Tensor:
+        """Ids int32 [M] of all rows of ``x``, chosen without logits; -1 where one is not finite. Only where ``ops`` has
+        ``norm_sample``."""
+        choose: Callable[..., torch.Tensor] = self.ops.norm_sample  # type: ignore[attr-defined]
+        return choose(x, None, self.weights.norm, self.config.norm_eps, self.weights.head, draw)
 
 
 def allocate_kv(

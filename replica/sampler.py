@@ -105,12 +105,13 @@ class Sampler:
         self.edits = LogitEdits(vocab_size, device)
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-        self._last = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self.last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
+        """Newest id per engine slot; the last entry belongs to the padding of captured steps."""
         self._block = _block_size(vocab_size) if device.type == "cpu" else 0
 
     def last_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """The ids sampled last for the given slots (int64), int64."""
-        return self._last[slots]
+        return self.last[slots]
 
     def release(self, slot: int) -> None:
         self.edits.end(slot)
@@ -133,7 +134,7 @@ class Sampler:
         """logits fp32 [S, V], overwritten; S as planned."""
         sound = logits.sum(-1).isfinite()
         wanted = {i: k for i, s in enumerate(plan.samples) if (k := s.row.sampling.logprobs) is not None}
-        raw = torch.log_softmax(logits[list(wanted)], dim=-1) if wanted else None
+        raw = torch.log_softmax(logits[self._put(list(wanted))], dim=-1) if wanted else None
         edited = self._edit(logits, plan)
         if len(plan.random) < len(plan.samples):
             ids = self._argmax(logits)
@@ -145,7 +146,7 @@ class Sampler:
         logprobs = None
         if raw is not None:
             rows, counts = list(wanted), list(wanted.values())
-            logprobs = top_logprobs(raw, ids[torch.tensor(rows, device=self._device)], rows, counts)
+            logprobs = top_logprobs(raw, ids[self._put(rows)], rows, counts)
         return Sampled(ids, sound, logits.amax(-1) > float("-inf") if edited else None, logprobs)
 
     # --- steps of sample
@@ -183,7 +184,7 @@ class Sampler:
         if len(where) == at:
             apply_bitmask(logits, np.concatenate(masks))
         elif where:
-            index = torch.tensor(where, device=self._device)
+            index = self._put(where)
             masked = logits[index]
             apply_bitmask(masked, np.concatenate(masks))
             logits[index] = masked
@@ -192,7 +193,7 @@ class Sampler:
     def _drafts(self, sample: _Sample) -> torch.Tensor:
         """Draft ids that precede a sample of speculative verification, int64 [j]."""
         drafts = _draft_ids(sample.row)[: sample.j]
-        return torch.from_numpy(drafts.astype(np.int64)).to(self._device)
+        return self._put(drafts.astype(np.int64))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """On a CPU in two stages, because torch's argmax over a long row does not vectorise; the first of equals."""
@@ -208,9 +209,9 @@ class Sampler:
         options = [plan.samples[i].row.sampling for i in plan.random]
         seeds = np.array([o.seed for o in options], np.uint64)
         positions = np.array([plan.samples[i].position for i in plan.random], np.int64)
-        keys = torch.from_numpy(noise.keys(seeds, positions)).to(self._device)
-        where = torch.tensor(plan.random, device=self._device)
-        temperature = torch.tensor([o.temperature for o in options], dtype=torch.float32, device=self._device)
+        keys = self._put(noise.keys(seeds, positions))
+        where = self._put(plan.random)
+        temperature = self._put(np.array([o.temperature for o in options], np.float32))
         scaled = (logits if len(plan.random) == len(plan.samples) else logits[where]) / temperature[:, None]
         filtered = [i for i, o in enumerate(options) if _filters_anything(o, logits.shape[-1])]
         drawn = torch.empty(len(options), dtype=torch.int64, device=self._device)
@@ -218,10 +219,10 @@ class Sampler:
         if filtered:
             whole = sorted(set(whole) - set(filtered))
             chosen = [options[i] for i in filtered]
-            at = torch.tensor(filtered, device=self._device)
+            at = self._put(filtered)
             drawn[at] = self._draw_filtered(scaled if not whole else scaled[at], keys[at], chosen)
         if whole:
-            at = torch.tensor(whole, device=self._device)
+            at = self._put(whole)
             drawn[at] = self._draw_whole(scaled if not filtered else scaled[at], keys[at])
         ids[where] = drawn
 
@@ -237,9 +238,9 @@ class Sampler:
 
     def _draw_filtered(self, scaled: torch.Tensor, keys: torch.Tensor, options: list[Sampling]) -> torch.Tensor:
         filters = Filters(
-            torch.tensor([o.top_k for o in options], device=self._device),
-            torch.tensor([o.top_p for o in options], dtype=torch.float32, device=self._device),
-            torch.tensor([o.min_p for o in options], dtype=torch.float32, device=self._device),
+            self._put([o.top_k for o in options]),
+            self._put(np.array([o.top_p for o in options], np.float32)),
+            self._put(np.array([o.min_p for o in options], np.float32)),
         )
         if self._device.type != "cpu":
             return self._draw_floored(scaled, keys, filters, max(o.top_k for o in options))
@@ -271,16 +272,21 @@ class Sampler:
                 if edits is not None:
                     self.edits.advance(edits, ids[at : at + 1], self._one)
             elif n > 1:
-                drafts = torch.from_numpy(_draft_ids(row).astype(np.int64)).to(self._device)
+                drafts = self._put(_draft_ids(row).astype(np.int64))
                 agreed = (ids[at : at + n - 1] == drafts).to(torch.int32).cumprod(0)
                 kept = torch.cat((self._one, agreed.to(torch.int32)))
-                self._last[row.slot] = ids[at + kept.sum() - 1]
+                self.last[row.slot] = ids[at + kept.sum() - 1]
                 if edits is not None:
                     self.edits.advance(edits, ids[at : at + n], kept)
             at += n
         if slots:
-            where = torch.tensor(slots, device=self._device)
-            self._last[where] = ids[torch.tensor(ends, device=self._device)]
+            where = self._put(slots)
+            self.last[where] = ids[self._put(ends)]
+
+    def _put(self, values: list[int] | np.ndarray) -> torch.Tensor:
+        """On the device; through pinned memory, because a copy from pageable memory waits for the steps before."""
+        host = torch.from_numpy(np.asarray(values))
+        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
     @property
     def _one(self) -> torch.Tensor:
