@@ -72,6 +72,18 @@ class Weights:
     layers: list[LayerWeights]
     norm: torch.Tensor
     head: torch.Tensor
+    prepared: bool = False
+    """Ops.prepare has seen every product's weight."""
+
+    def prepare(self, ops: Ops) -> None:
+        """Replaces each product's weight by what ``ops`` prefers to read; does nothing the second time."""
+        if self.prepared:
+            return
+        for layer in self.layers:
+            for role in ("qkv", "o", "gate_up", "down"):
+                setattr(layer, role, ops.prepare(role, getattr(layer, role)))
+        self.head = ops.prepare("head", self.head)
+        self.prepared = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor once."""
@@ -86,7 +98,7 @@ class Weights:
 
 
 class Decoder:
-    """The forward pass. Takes the weights over: each is replaced by what ``ops`` prefers to read."""
+    """The forward pass. Takes the weights over and prepares them for ``ops``."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.config = config
@@ -94,10 +106,7 @@ class Decoder:
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
         self.weights = weights
-        for layer in weights.layers:
-            for role in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, role, ops.prepare(role, getattr(layer, role)))
-        weights.head = ops.prepare("head", weights.head)
+        weights.prepare(ops)
         self.shape = AttentionShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps, config.head_dim**-0.5
         )
@@ -128,7 +137,6 @@ class Decoder:
     def logits(self, x: Stream, rows: torch.Tensor | None) -> torch.Tensor:
         """fp32 [S, vocab] of the given rows of ``x``."""
         return self.ops.norm_logits(x, rows, self.weights.norm, self.config.norm_eps, self.weights.head)
-
 
     def sample(self, x: Stream, draw: Draw) -> torch.Tensor:
         """Ids int32 [M] of all rows of ``x``, chosen without logits; -1 where one is not finite. Only where ``ops`` has
@@ -198,7 +206,7 @@ def tiny_config(family: Family = "llama", **changes: object) -> ModelConfig:
         num_kv_heads=2,
         head_dim=16,
         norm_eps=1e-6,
-        max_position=2048,
+        max_position=4096,
         rope=RopeConfig(),
         tied_embeddings=False,
         qkv_bias=family == "qwen2",

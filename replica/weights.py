@@ -20,6 +20,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+Prepare = Callable[[str, torch.Tensor], torch.Tensor]
 GGUF_ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
@@ -72,11 +73,13 @@ def load(
     *,
     load_format: str = "auto",
     seed: int = 0,
+    prepare: Prepare | None = None,
 ) -> tuple[ModelConfig, Weights]:
     """Reads a GGUF file or a directory with config.json and safetensors; q, k, v and gate, up come out stacked.
 
-    ``load_format="dummy"`` draws random weights for the directory's config and reads none. Raises CheckpointError,
-    gguf.GGUFError or OSError.
+    ``load_format="dummy"`` draws random weights for the directory's config and reads none. ``prepare`` (Ops.prepare)
+    sees each product's weight as soon as it is there, so that no second copy of the model ever exists. Raises
+    CheckpointError, gguf.GGUFError or OSError.
     """
     device = torch.device(device)
     if load_format not in ("auto", "dummy"):
@@ -85,7 +88,9 @@ def load(
     if load_format == "dummy":
         return config, random_model(config, seed, dtype, device)
     with _gguf_source(gguf.open(path), config) if is_gguf(path) else _safetensors_source(Path(path)) as source:
-        weights = _assemble(source, config, _GGUF_NAMES if is_gguf(path) else _HF_NAMES, dtype, device)
+        names = _GGUF_NAMES if is_gguf(path) else _HF_NAMES
+        weights = _assemble(source, config, names, dtype, device, prepare or (lambda role, weight: weight))
+    weights.prepared = prepare is not None
     return config, weights
 
 
@@ -128,10 +133,10 @@ _GGUF_NAMES = {
 
 
 def _assemble(
-    source: Source, c: ModelConfig, names: dict[str, str], dtype: torch.dtype, device: torch.device
+    source: Source, c: ModelConfig, names: dict[str, str], dtype: torch.dtype, device: torch.device, prepare: Prepare
 ) -> Weights:
     """Stacks and converts tensor by tensor, so that the host holds little more than the result."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
 
     def whole(name: str, *shape: int) -> torch.Tensor:
         return source.take(name, *shape).to(device=device, dtype=dtype, copy=True)
@@ -148,11 +153,11 @@ def _assemble(
         heads = [("q", q), ("k", kv), ("v", kv)]
         return LayerWeights(
             input_norm=whole(prefix + names["input_norm"], c.hidden_size),
-            qkv=stacked([(f"{prefix}{names[n]}.weight", size) for n, size in heads], c.hidden_size),
-            o=whole(prefix + names["o"], c.hidden_size, q),
+            qkv=prepare("qkv", stacked([(f"{prefix}{names[n]}.weight", size) for n, size in heads], c.hidden_size)),
+            o=prepare("o", whole(prefix + names["o"], c.hidden_size, q)),
             post_norm=whole(prefix + names["post_norm"], c.hidden_size),
-            gate_up=stacked([(prefix + names[n], c.intermediate_size) for n in ("gate", "up")], c.hidden_size),
-            down=whole(prefix + names["down"], c.hidden_size, c.intermediate_size),
+            gate_up=prepare("gate_up", stacked([(prefix + names[n], inner) for n in ("gate", "up")], c.hidden_size)),
+            down=prepare("down", whole(prefix + names["down"], c.hidden_size, inner)),
             qkv_bias=stacked([(f"{prefix}{names[n]}.bias", size) for n, size in heads]) if c.qkv_bias else None,
             q_norm=whole(prefix + names["q_norm"], c.head_dim) if c.qk_norm else None,
             k_norm=whole(prefix + names["k_norm"], c.head_dim) if c.qk_norm else None,
@@ -164,7 +169,7 @@ def _assemble(
     head = embed if c.tied_embeddings else whole(names["head"], c.vocab_size, c.hidden_size)
     tied_copy = {names["head"]} if c.tied_embeddings else set()
     source.finish(lambda name: name in tied_copy or name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight")
-    return Weights(embed, layers, norm, head)
+    return Weights(embed, layers, norm, prepare("head", head))
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
