@@ -132,9 +132,8 @@ class LLM:
             try:
                 return inbox.get(timeout=0.5)
             except queue.Empty:
-                health = self.engine.health()
-                if not health.ok and inbox.empty():
-                    raise EngineStopped(health.reason) from None
+                if (reason := self.engine.ended) and inbox.empty():
+                    raise EngineStopped(reason) from None
 
 
 def _route(deltas: list[tuple[Any, TokenDelta]]) -> None:

@@ -104,6 +104,7 @@ class Engine:
     # --- what other threads call
 
     def start(self) -> None:
+        """Raises RuntimeError after ``stop``."""
         if self._stopping:
             raise RuntimeError("a stopped engine can't be started again")
         if not self._started:
@@ -133,7 +134,7 @@ class Engine:
             raise Refusal(
                 Code.OVERLOADED,
                 f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",
-                retry_after_s=self._queue_seconds(),
+                retry_after_s=min(60.0, max(1.0, self.scheduler.queued_tokens * self._fit[0] / 1e3)),
             )
         taken = build_request(request, owner, self.config, self.runner.vocab_size, time.monotonic(), self._masks)
         key = (id(owner), request.request_id)
@@ -161,12 +162,17 @@ class Engine:
     def idle(self) -> bool:
         return not self._live
 
+    @property
+    def ended(self) -> str | None:
+        """Why the loop does not run (any more); None while it does."""
+        return self._fatal or ("the engine is not running" if self._stopping or not self._started else None)
+
     def health(self) -> Health:
         """A round trip through the loop, plus the age of the step that it waits for."""
-        ended = self._fatal or ("the engine is not running" if self._stopping or not self._started else None)
+        ended = self.ended
         if self._failed_in_a_row >= MAX_FAILED_STEPS:  # it fails fast, so it would look idle and draw all traffic
             ended = f"the last {self._failed_in_a_row} steps failed"
-        return probe(self._inbox.ask, self._stalled_for, self.step_ms, ended)
+        return probe(self._inbox.ask, self._progress, self.step_ms, self.config.device, ended)
 
     def info(self) -> dict[str, Any]:
         """JSON-able state: config in force, pages, queue, step times, counters, the runner's description."""
@@ -175,10 +181,6 @@ class Engine:
     def check_invariants(self) -> None:
         """Exact audit of pages, references, queues and the event stream; raises AssertionError."""
         self._inbox.ask(self._audit)
-
-    def _queue_seconds(self) -> float:
-        load = load_of(self.scheduler, self._fit)
-        return min(60.0, max(1.0, load.queued_uncached_tokens * self._fit[0] / 1e3))
 
     # --- the loop
 
@@ -190,9 +192,9 @@ class Engine:
             log.exception("the engine loop failed")
             self._fatal = f"the engine loop failed: {error!r}"
             for request in list(self._live.values()):
-                request.finish = Finish.ERROR
-                delta = TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal)
-                self._deltas.append((request.owner, delta))
+                self._deltas.append(
+                    (request.owner, TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal))
+                )
             self._live.clear()
             self._hand_out()
         for flight in self._flights:
@@ -307,11 +309,11 @@ class Engine:
     def _problem_with(self, request: Request, token_id: int) -> str | None:
         if not 0 <= token_id < self._vocab_size:
             return f"sampled id {token_id} is outside the vocabulary of {self._vocab_size}"
-        if request.masking is not None:
-            try:
+        try:
+            if request.masking is not None:
                 request.masking.accept(request.num_emitted, token_id)
-            except Exception as error:
-                return f"grammar: {error}"
+        except Exception as error:
+            return f"grammar: {error}"
         return None
 
     # --- how requests begin and end
@@ -387,10 +389,12 @@ class Engine:
         self._emit(now=True)
         return self.events.snapshot(self.pool.keys(), load_of(self.scheduler, self._fit))
 
-    def _stalled_for(self) -> float:
+    def _progress(self) -> tuple[float, float]:
         if not self._flights:
-            return 0.0
-        return time.monotonic() - max(self._flights[0].launched, self._last_done)
+            return 0.0, 0.0
+        flight = self._flights[0]
+        age = time.monotonic() - max(flight.launched, self._last_done)
+        return age, self.step_time.predict(flight.plan.shape) / 1e3
 
     def _audit(self) -> None:
         self.scheduler.check_invariants()

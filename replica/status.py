@@ -16,15 +16,16 @@ from router.wire import Load
 if TYPE_CHECKING:
     from replica.loop import Engine
 
-HEALTH_FLOOR_S = 1.0
-"""No step and no answer of the loop counts as late before this."""
+HEALTH_FLOOR_S = {"cuda": 1.0, "cpu": 5.0}
+"""No step and no answer of the loop counts as late before this; a CPU's cores may be shared with anybody."""
 FIRST_STEP_S = 120.0
 """Grace of the first step, which may compile."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """``ok`` turns false once nothing moved for twice the longest recent step (at least HEALTH_FLOOR_S)."""
+    """``ok`` turns false once nothing moved for twice the longest recent step, or twice what the step-time fit expects
+    of the step under way, whichever is longer (and at least HEALTH_FLOOR_S)."""
 
     ok: bool
     reason: str
@@ -33,18 +34,24 @@ class Health:
 
 
 def probe(
-    ask: Callable[..., Any], stalled_for: Callable[[], float], step_ms: Collection[float], ended: str | None
+    ask: Callable[..., Any],
+    progress: Callable[[], tuple[float, float]],
+    step_ms: Collection[float],
+    device: str,
+    ended: str | None,
 ) -> Health:
-    """``ask(function, timeout)`` runs a function on the loop; ``stalled_for`` is the age of the step it waits for."""
+    """``ask(function, timeout)`` runs a function on the loop; ``progress`` gives the age of the step that it waits for
+    and what is expected of that step, in seconds."""
     longest = max(list(step_ms), default=0.0) / 1e3
-    limit = max(HEALTH_FLOOR_S, 2 * longest) if step_ms else FIRST_STEP_S
+    limit = max(HEALTH_FLOOR_S[device], 2 * longest) if step_ms else FIRST_STEP_S
     began = time.monotonic()
     reason = ended
     if reason is None:
         try:
-            stalled = ask(stalled_for, limit)
-            if stalled > limit:
-                reason = f"a step has run for {stalled:.1f} s; the limit is {limit:.1f} s"
+            age, expected = ask(progress, limit)
+            limit = max(limit, 2 * expected)
+            if age > limit:
+                reason = f"a step has run for {age:.1f} s; the limit is {limit:.1f} s"
         except TimeoutError:
             reason = f"the loop did not answer within {limit:.1f} s"
     return Health(reason is None, reason or "ok", (time.monotonic() - began) * 1e3, longest * 1e3)

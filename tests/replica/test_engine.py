@@ -78,10 +78,12 @@ def test_preemption_changes_nothing(chunk, prefix_caching, async_scheduling, pri
         watermark=0.0,
     )
     progress: dict[str, list[int]] = {}
+    steps: set[int] = set()
     preempt = harness.engine.scheduler._preempt
 
     def note(request) -> None:
         progress.setdefault(request.request_id, []).append(request.num_total)
+        steps.add(harness.engine.num_steps)
         preempt(request)
 
     harness.engine.scheduler._preempt = note
@@ -93,6 +95,8 @@ def test_preemption_changes_nothing(chunk, prefix_caching, async_scheduling, pri
     for request_id, prompt in wanted.items():
         assert harness.outputs[request_id].ids == reference(prompt, 90)
     assert harness.engine.info()["counters"]["preemptions"] > 0
+    admitting = {batch.step for batch in harness.batches for row in batch.rows if row.new and row.start == 0}
+    assert priority == "high" or not steps & admitting, "nothing is admitted in a step that had to preempt"
     for request_id, totals in progress.items():
         assert totals == sorted(set(totals)), f"{request_id} was preempted twice without a token in between"
 
@@ -189,6 +193,22 @@ def test_salts_never_share_pages() -> None:
     same = harness.submit(prompt_of(100), salt="a", max_tokens=2, seed=7)
     harness.finish()
     assert [harness.outputs[r].num_cached for r in (first, other, same)] == [0, 0, 96]
+
+
+def test_a_reservation_names_the_pages_that_will_be_computed() -> None:
+    for prefix_caching in (True, False):
+        harness = Harness(prefix_caching=prefix_caching)
+        keys = []
+        for length in (40, 100):
+            frame = harness.frame(prompt_of(100)[:length], max_tokens=1)
+            keys = [frame.hashes[i : i + 8] for i in range(0, len(frame.hashes), 16)]
+            request_id = harness.submit(prompt_of(100)[:length], max_tokens=1)
+            harness.step(2)
+            accepted = dict(pair for batch in harness.mirror.batches for pair in batch.accepted)[request_id]
+            found = 2 if length == 100 else 0
+            assert accepted == (b"".join(keys[found:]) if prefix_caching else b"")
+            harness.finish()
+            assert request_id in [ended for batch in harness.mirror.batches for ended in batch.ended]
 
 
 def test_refusals() -> None:

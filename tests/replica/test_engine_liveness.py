@@ -219,7 +219,7 @@ def test_heartbeats_go_on_while_a_step_is_long() -> None:
 
 
 def test_health_turns_red_when_the_device_hangs_and_green_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "HEALTH_FLOOR_S", 0.3)
+    monkeypatch.setitem(status.HEALTH_FLOOR_S, "cpu", 0.3)
     harness = Harness(step_ms=1.0)
     launch = harness.runner.launch
     hung = []
@@ -252,7 +252,7 @@ def test_health_turns_red_when_the_device_hangs_and_green_again(monkeypatch: pyt
 
 
 def test_health_turns_red_when_the_loop_itself_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "HEALTH_FLOOR_S", 0.2)
+    monkeypatch.setitem(status.HEALTH_FLOOR_S, "cpu", 0.2)
     harness = Harness()
     release = threading.Event()
     harness.engine.start()
@@ -369,3 +369,25 @@ def test_deadlines_of_finished_requests_are_forgotten() -> None:
         if i % 10 == 9:
             harness.finish(audit=False)
     assert len(harness.engine._deadlines) < 100
+
+
+def test_a_reservation_is_echoed_without_waiting_for_the_step() -> None:
+    harness = Harness(step_ms=1500.0)
+    harness.engine.start()
+    try:
+        harness.submit(prompt_of(40), max_tokens=1)
+        wait_for(lambda: harness.mirror.reservations)
+        echoed = []
+        apply = harness.mirror.apply
+        harness.engine._on_events = lambda batch: (
+            echoed.extend(time.monotonic() for _ in batch.accepted),
+            apply(batch),
+        )
+        began = time.monotonic()
+        harness.submit(prompt_of(50), max_tokens=1)
+        wait_for(lambda: echoed)
+        assert echoed[0] - began < 1.0
+        wait_for(harness.engine.idle)
+        assert not harness.mirror.reservations
+    finally:
+        harness.engine.stop()

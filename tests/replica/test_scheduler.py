@@ -221,16 +221,28 @@ def test_a_request_without_room_is_overtaken_until_it_has_aged() -> None:
 
 
 def test_watermark_keeps_room_for_growth() -> None:
-    harness = Harness(max_num_pages=101, watermark=0.2, max_batch_size=16)
+    preemptions = {}
+    for watermark in (0.0, 0.2):
+        harness = Harness(max_num_pages=101, watermark=watermark, max_batch_size=16, chunk_size=400)
+        for i in range(10):
+            harness.submit(prompt_of(156, seed=i), max_tokens=30)
+        harness.finish()
+        preemptions[watermark] = harness.engine.scheduler.num_preemptions
+    assert preemptions[0.0] > 0 and preemptions[0.2] == 0
+
+
+def test_headroom_for_those_who_run_is_kept_without_a_watermark() -> None:
+    """Eight streams at the end of their pages: a prompt that fits exactly must not take what they need next."""
+    harness = Harness(max_num_pages=25, watermark=0.0, max_batch_size=16, max_model_len=384, chunk_size=64)
     for i in range(8):
-        harness.submit(prompt_of(160, seed=i), max_tokens=30)
-    fullest = 0
-    while not harness.engine.idle():
-        harness.step()
-        admitted = [r for r in harness.engine.scheduler.running if not r.is_decoding]
-        if admitted:
-            fullest = max(fullest, harness.engine.pool.num_held)
-    assert fullest <= 90 and harness.engine.scheduler.num_preemptions == 0
+        harness.submit(prompt_of(16, seed=i), max_tokens=15)
+    harness.step(4)
+    assert harness.engine.pool.num_held == 16
+    harness.submit(prompt_of(120), max_tokens=1)
+    harness.step(2)
+    assert len(harness.engine.scheduler.waiting) == 1 and harness.engine.pool.num_available == 8
+    harness.finish()
+    assert harness.engine.scheduler.num_preemptions == 0
 
 
 def test_victims_keep_their_place() -> None:
