@@ -38,12 +38,9 @@ from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, Tok
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.045
-"""An event batch leaves at least this often, so that consumers see one every 50 ms."""
-MAX_FAILED_STEPS = 3
-"""So many failed steps in a row mean a broken device rather than broken requests."""
-ARRIVAL_POLL_S = 0.01
-"""How late the loop may notice an arrival while a step runs and the next could still be launched."""
+HEARTBEAT_S = 0.045  # between event batches at most, so that consumers see one every 50 ms
+MAX_FAILED_STEPS = 3  # so many in a row mean a broken device rather than broken requests
+ARRIVAL_POLL_S = 0.01  # how late an arrival may be noticed while a step runs and the next could be launched
 
 
 @dataclass(slots=True)
