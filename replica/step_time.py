@@ -93,8 +93,12 @@ class StepTimeModel:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float, float]:
-        """a, b, t0, k1, k2; milliseconds, non-negative."""
-        a, b, t0, k1, k2 = (self._solve() / _SCALE).tolist()
+        """a, b, t0, k1, k2; milliseconds, non-negative. Zeros until WARM steps with prefill were seen: beside a peer's
+        fit, a prior or a few points' noise would price a cold replica as the faster one."""
+        theta = self._solve()
+        if self.num_steps[1] < WARM:
+            return 0.0, 0.0, 0.0, 0.0, 0.0
+        a, b, t0, k1, k2 = (theta / _SCALE).tolist()
         return a, b, t0, k1, k2
 
     def _solve(self) -> np.ndarray:

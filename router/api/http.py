@@ -30,10 +30,15 @@ def header_list(headers: Mapping[str, str]) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
+_DISCARD = 64 << 20
+"""So much of a body that is too long is read and dropped. Closing the connection on a client that still sends would
+reset it, and the answer would be lost on its way."""
+
+
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body. Raises a 413 as soon as it is known to be longer than ``limit`` bytes."""
+    """The whole body. Raises a 413 when it is longer than ``limit`` bytes, of which no more than that are held."""
     declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdigit() and int(declared) > limit + _DISCARD:
         raise _too_large(int(declared), limit)
     parts: list[bytes] = []
     size = 0
@@ -43,10 +48,14 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
             raise ClientGone
         part = message.get("body", b"")
         size += len(part)
+        if size <= limit:
+            parts.append(part)
+        more = message.get("more_body", False)
         if size > limit:
-            raise _too_large(size, limit)
-        parts.append(part)
-        if not message.get("more_body", False):
+            parts.clear()
+            if not more or size > limit + _DISCARD:
+                raise _too_large(size, limit)
+        elif not more:
             return b"".join(parts)
 
 
@@ -55,7 +64,7 @@ def _too_large(size: int, limit: int) -> ApiError:
         413,
         f"the request body has {size} bytes or more; at most {limit} are allowed",
         code="body_too_large",
-        # What is left of the body was not read, so the connection can't carry another request.
+        # What is left of the body may not have been read, so the connection can't carry another request.
         headers={"connection": "close"},
     )
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import Deployed
 from jsonschema import Draft202012Validator
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 1},
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
@@ -49,7 +49,7 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2048}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}),
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
     ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 7}}}),
 ]
 

@@ -7,7 +7,7 @@ from conftest import Deployed
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 
 

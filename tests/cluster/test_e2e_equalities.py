@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 511, 513)
 TOKENS = 10
 PAGE = 16

@@ -17,7 +17,7 @@ from conftest import Deployed
 from cluster.bench.load import StreamRecord
 from cluster.private import wait_ready
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
 PAGE = 16
 
 

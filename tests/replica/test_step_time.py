@@ -76,4 +76,15 @@ def test_a_constant_diet_stays_finite(shape: StepShape) -> None:
     for _ in range(3000):
         model.update(shape, 7.0)
     assert model.predict(shape) == pytest.approx(7.0, rel=0.02)
-    assert model.coefficients[0] == pytest.approx(0.1, rel=0.01), "what was never seen keeps its prior"
+    prefill = StepShape(100, 0.0, shape.context, shape.running)
+    assert model.predict(prefill) == pytest.approx(17.0, rel=0.02), "what was never seen keeps its prior"
+
+
+def test_silent_until_prefill_is_known() -> None:
+    """A router prices with a peer's fit meanwhile, not with a prior that makes a cold replica look fast."""
+    model, rng = StepTimeModel(), random.Random(5)
+    teach(model, rng, 500, 0.0)
+    teach(model, rng, 19, 1.0)
+    assert model.coefficients == (0.0,) * 5
+    teach(model, rng, 1, 1.0)
+    assert model.coefficients[0] > 0
