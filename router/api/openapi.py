@@ -33,6 +33,12 @@ _MEANINGS = {
     503: "No replica is ready, or the router is draining; Retry-After says when to try again.",
 }
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event; data is JSON, or [DONE].",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 502, 503)
 
 
@@ -133,7 +139,7 @@ def _operation(path: str, operation: Operation, references: Mapping[Any, Any], c
     if operation.answer is not None:
         good = {"application/json": {"schema": references[(operation.answer, "serialization")]}}
     if operation.streams:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {"schema": _EVENT}
     out["responses"]["200"] = {"description": "OK", "content": good}
     body = answers.MessagesErrorBody if path.startswith("/v1/messages") else answers.ErrorBody
     error = {"application/json": {"schema": references[(body, "serialization")]}}

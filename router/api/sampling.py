@@ -58,10 +58,6 @@ def truncated(ids: list[int], request: GenerationRequest, budget: Budget) -> lis
         return ids
     if keep == 0:
         raise bad_request("truncate_prompt_tokens must be -1 or at least 1; got 0", param="truncate_prompt_tokens")
-    if keep > budget.limit:
-        raise bad_request(
-            f"truncate_prompt_tokens is {keep}; the context has {budget.limit} tokens", param="truncate_prompt_tokens"
-        )
     if keep < 0:
         keep = budget.limit - (1 if budget.max_tokens is None else budget.max_tokens)
     return ids[-keep:] if keep > 0 else ids

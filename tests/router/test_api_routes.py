@@ -170,7 +170,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("min_tokens", [-1, 5, "1"]),
     ("logprobs", [-1, 21, "1", True]),
     ("prompt_logprobs", [-1, 21, "1"]),
-    ("truncate_prompt_tokens", [0, -2, 513, "1"]),
+    ("truncate_prompt_tokens", [0, -2, 1.5, "1"]),
     ("priority", ["1", 1.5, 1 << 40]),
     ("cache_salt", ["", 1, "s" * 513]),
     ("stream", ["yes", 1]),
