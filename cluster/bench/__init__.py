@@ -39,8 +39,8 @@ def _cpu_model() -> dict[str, str]:
     return {}
 
 
-@app.command(epilog="Example: everwarm bench serve --streams 32 --tokens 128 --json serve.json")
-def serve(
+@app.command("serve", epilog="Example: everwarm bench serve --streams 32 --tokens 128 --json serve.json")
+def bench_serve(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 32,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often the streams are repeated.")] = 2,
