@@ -74,11 +74,11 @@ def _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr, start, end, kvh, s
         kb = tl.load(kc_ptr + base[None, :] + rh[:, None] + H, mask=ok[None, :], other=0.0).to(dt)
         v = tl.load(vc_ptr + base[:, None] + rd[None, :], mask=ok[:, None], other=0.0).to(dt)
         s = tl.dot(q1, ka, input_precision="ieee")
-        s = tl.dot(q2, kb, s, input_precision="ieee") * scale
+        s = tl.dot(q2, kb, s, input_precision="ieee")
         s = tl.where(ok[None, :], s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
         alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(s - m_new[:, None])
+        p = tl.exp2(tl.fma(s, scale, -m_new[:, None]))
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(dt), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new

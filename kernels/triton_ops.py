@@ -152,7 +152,7 @@ class TritonOps:
         m = x.h.shape[0]
         n, k = gate_up.shape[0] // 2, gate_up.shape[1]
         config = self.config("gate_up", n, k, m)
-        if config.kind == "blas":
+        if config.kind == "blas" or (config.kind == "gated" and x.h.dtype.itemsize != 2):
             return silu_mul(self.launch, F.linear(self._normed(x, norm, eps), gate_up))
         y = torch.empty(m, n, dtype=x.h.dtype, device=x.h.device)
         if config.kind == "gemv":

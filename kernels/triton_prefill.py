@@ -32,11 +32,11 @@ def _find_request(cu_q_ptr, tile, requests, TOKENS: tl.constexpr, SEARCH: tl.con
 
 
 @triton.jit
-def _step(q, kc_ptr, vc_ptr, table_ptr, t, limit, pos, m_i, l_i, acc, kvh, scale, HKV: tl.constexpr, D: tl.constexpr,
-          PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """One block of keys [t, t + BLOCK) against the tile's rows at positions ``pos``."""
+def _step(q, kc_ptr, vc_ptr, table_ptr, block, limit, pos, m_i, l_i, acc, kvh, scale, HKV: tl.constexpr,
+          D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Keys [block * BLOCK, (block + 1) * BLOCK) against the tile's rows at positions ``pos``."""
     rd = tl.arange(0, D)
-    tok = t + tl.arange(0, BLOCK)
+    tok = block * BLOCK + tl.arange(0, BLOCK)
     if MASKED:
         ok = tok < limit
         page = tl.load(table_ptr + tok // PAGE, mask=ok, other=0).to(tl.int64)
@@ -49,12 +49,14 @@ def _step(q, kc_ptr, vc_ptr, table_ptr, t, limit, pos, m_i, l_i, acc, kvh, scale
     else:
         k = tl.load(kc_ptr + base[None, :] + rd[:, None]).to(q.dtype)
         v = tl.load(vc_ptr + base[:, None] + rd[None, :]).to(q.dtype)
-    s = tl.dot(q, k, input_precision="ieee") * scale
+    s = tl.dot(q, k, input_precision="ieee")
     if MASKED:
         s = tl.where(tok[None, :] <= pos[:, None], s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # The fma is written out: left to the compiler, masked and plain blocks would round differently, and a row's result
+    # would depend on where its chunk begins.
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
     alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(s - m_new[:, None])
+    p = tl.exp2(tl.fma(s, scale, -m_new[:, None]))
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i, acc
@@ -95,13 +97,13 @@ def prefill_attention_kernel(qkv_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_p
     table_ptr += b.to(tl.int64) * max_pages
     pos = prefix + tok
     # Every row of the tile sees all keys below the tile's first position, so whole blocks there need no mask.
-    plain = (prefix + local * TOKENS) // BLOCK * BLOCK
+    plain = (prefix + local * TOKENS) // BLOCK
     end = tl.minimum(prefix + (local + 1) * TOKENS, kv_len)
-    for t in tl.range(0, plain, BLOCK, num_stages=STAGES):
-        m_i, l_i, acc = _step(q, kc_ptr, vc_ptr, table_ptr, t, end, pos, m_i, l_i, acc, kvh, scale, HKV, D, PAGE,
+    for i in tl.range(0, plain, num_stages=STAGES):
+        m_i, l_i, acc = _step(q, kc_ptr, vc_ptr, table_ptr, i, end, pos, m_i, l_i, acc, kvh, scale, HKV, D, PAGE,
                               BLOCK, False)  # fmt: skip
-    for t in tl.range(plain, end, BLOCK, num_stages=1):
-        m_i, l_i, acc = _step(q, kc_ptr, vc_ptr, table_ptr, t, end, pos, m_i, l_i, acc, kvh, scale, HKV, D, PAGE,
+    for i in tl.range(plain, tl.cdiv(end, BLOCK), num_stages=1):
+        m_i, l_i, acc = _step(q, kc_ptr, vc_ptr, table_ptr, i, end, pos, m_i, l_i, acc, kvh, scale, HKV, D, PAGE,
                               BLOCK, True)  # fmt: skip
     o_at = out_ptr + (row[:, None] * HQ + head[:, None]) * D + rd[None, :]
     tl.store(o_at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -74,6 +74,7 @@ class DecodeGraphs:
         self._slots = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._table = torch.zeros(self.sizes[-1], width, dtype=torch.int32, device=device)
         self._cu_q = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._bounds = {size: self._bounds_of(size) for size in self.sizes}
         self._graphs: dict[tuple[Kind, int, int], _Captured] = {}
         self.replays = 0
 
@@ -87,7 +88,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         with torch.inference_mode(), torch.cuda.stream(stream):
             for size in reversed(self.sizes):
-                for bound in self.bounds(size):
+                for bound in self._bounds[size]:
                     for kind in kinds:
                         self._graphs[kind, size, bound] = self._capture_one(kind, size, bound, pool)
         torch.cuda.synchronize()
@@ -101,14 +102,14 @@ class DecodeGraphs:
         self._forward(kind, size, bound)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             output = self._forward(kind, size, bound)
         finally:
             graph.capture_end()
         return _Captured(graph, output)
 
-    def bounds(self, size: int) -> list[int]:
+    def _bounds_of(self, size: int) -> list[int]:
         """Context bounds worth a graph of their own at this size: one if attention does not split."""
         heads = self._decoder.shape.num_kv_heads
         if decode_attention_config(size, heads, self.max_context).split == 0:
@@ -142,7 +143,7 @@ class DecodeGraphs:
             return None
         size = next(s for s in self.sizes if s >= len(rows))
         longest = max(row.start for row in rows) + 1
-        for bound in self.bounds(size):
+        for bound in self._bounds[size]:
             if longest <= bound:
                 key = (kind, size, bound)
                 return key if key in self._graphs else None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,29 @@ from replica.config import ResolvedConfig
 from replica.inputs import InputBuilder
 from replica.model import Decoder, ModelConfig, Weights, allocate_kv
 from replica.prompt_logprobs import PromptLogprobs, PromptScores
-from replica.sampler import Sampled, Sampler
+from replica.sampler import Sampled, SamplePlan, Sampler
+
+if TYPE_CHECKING:
+    from replica.graphs import DecodeGraphs, Kind
 
 log = logging.getLogger("everwarm.replica")
+
+
+def choose_ops(model: ModelConfig, config: ResolvedConfig) -> Dispatch:
+    """Which kernels run this model. Raises ValueError for switches that can't be honoured here."""
+    site = Site(
+        device=torch.device(config.device),
+        dtype=getattr(torch, config.dtype),
+        kv_dtype=getattr(torch, config.dtype),
+        page_size=config.page_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+    )
+    return Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
 
 
 class _Pending:
@@ -100,7 +120,9 @@ class RunnerStep:
 class ModelRunner:
     """Implements replica.batch.Runner for one CPU or one GPU."""
 
-    def __init__(self, model: ModelConfig, weights: Weights, config: ResolvedConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, weights: Weights, config: ResolvedConfig, ops: Dispatch | None = None
+    ) -> None:
         """Takes the weights over. Raises ValueError for switches that can't be honoured here."""
         self.config = config
         self.model = model
@@ -109,24 +131,15 @@ class ModelRunner:
         self.num_pages = config.num_pages
         self._device = weights.embed.device
         self._dtype = weights.embed.dtype
-        site = Site(
-            device=self._device,
-            dtype=self._dtype,
-            kv_dtype=self._dtype,
-            page_size=config.page_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            vocab_size=model.vocab_size,
-        )
-        self._ops = Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
+        self._ops = choose_ops(model, config) if ops is None else ops
         self._decoder = Decoder(model, weights, self._ops, config.max_model_len)
         self._kv = allocate_kv(model, config.num_pages, config.page_size, self._dtype, self._device)
         self._inputs = InputBuilder(self._device, config.page_size)
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
+        self._graphs: DecodeGraphs | None = None
+        self._no_graphs = self._capture()
+        """Why decode steps are not replayed from CUDA graphs; empty when they are."""
         self._steps = 0
         self._before: _Pending | None = None
         """The step enqueued last."""
@@ -142,9 +155,11 @@ class ModelRunner:
     @classmethod
     def open(cls, path: str | Path, config: ResolvedConfig, *, load_format: str = "auto") -> ModelRunner:
         """Loads a GGUF file or a directory of safetensors. Raises what :func:`replica.weights.load` raises."""
-        device = torch.device(config.device)
-        model, weights = checkpoints.load(path, getattr(torch, config.dtype), device, load_format=load_format)
-        return cls(model, weights, config)
+        ops = choose_ops(checkpoints.read_config(path), config)
+        model, weights = checkpoints.load(
+            path, getattr(torch, config.dtype), config.device, load_format=load_format, prepare=ops.prepare
+        )
+        return cls(model, weights, config, ops)
 
     # --- replica.batch.Runner
 
@@ -188,6 +203,7 @@ class ModelRunner:
             "kv_bytes": self.num_pages * int(m.facts(itemsize).kv_bytes_per_token(itemsize)) * self.config.page_size,
             "num_pages": self.num_pages,
             "kernels": self._ops.choices(),
+            "graphs": self._no_graphs if self._graphs is None else self._graphs.describe(),
             "steps": self._steps,
         }
 
@@ -208,6 +224,22 @@ class ModelRunner:
         for layer in self._kv:
             assert layer.k[0].count_nonzero() == 0 and layer.v[0].count_nonzero() == 0, "the null page was written"
 
+    def _capture(self) -> str:
+        """Captures decode steps where that is possible; else returns why not."""
+        if self._device.type != "cuda":
+            return "CUDA graphs need a GPU"
+        if (why := self._ops.capturable) is not None:
+            return why
+        from replica.graphs import DecodeGraphs  # Triton, which a CPU replica does without
+
+        context = min(self.max_model_len, (self.num_pages - 1) * self.config.page_size)
+        self._graphs = DecodeGraphs(
+            self._decoder, self._kv, self._sampler.last, page_size=self.config.page_size,
+            max_batch=self.config.max_batch_size, max_context=context,
+        )  # fmt: skip
+        self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
+        return ""
+
     # --- one step
 
     def _work(self) -> None:
@@ -221,6 +253,10 @@ class ModelRunner:
         started = time.perf_counter()
         self._steps += 1
         plan = self._sampler.plan(batch.rows)
+        if self._graphs is not None and not self._prompt.wanted(batch.rows):
+            kind: Kind = "ids" if self._sampler.is_plain(plan) and self._ops.norm_sample is not None else "logits"
+            if (key := self._graphs.find(batch.rows, kind)) is not None:
+                return self._replay(batch, plan, key, started)
         inputs = self._inputs.build(batch.rows)
         ids = inputs.ids
         if inputs.any_from_device:
@@ -235,6 +271,18 @@ class ModelRunner:
             faults = self._make_masks(batch.rows)
             sampled = self._sampler.sample(logits, plan).to_host()
         self._before = _Pending(batch, sampled, [scores and scores.to_host() for scores in prompt], started, faults)
+        return self._before
+
+    def _replay(self, batch: Batch, plan: SamplePlan, key: tuple[Kind, int, int], started: float) -> _Pending:
+        assert self._graphs is not None
+        out = self._graphs.run(batch.rows, key)
+        faults: dict[int, str] = {}
+        if key[0] == "ids":
+            sampled = Sampled(out, None, None, None).to_host()
+        else:
+            faults = self._make_masks(batch.rows)
+            sampled = self._sampler.sample(out, plan).to_host()
+        self._before = _Pending(batch, sampled, [], started, faults)
         return self._before
 
     def _make_masks(self, rows: list[Row]) -> dict[int, str]:
@@ -261,7 +309,8 @@ class ModelRunner:
         return result
 
     def _read_samples(self, rows: list[Row], sampled: Sampled, result: StepResult) -> None:
-        ids, sound = sampled.ids.tolist(), sampled.sound.tolist()
+        ids = sampled.ids.tolist()
+        sound = [token >= 0 for token in ids] if sampled.sound is None else sampled.sound.tolist()
         allowed = [True] * len(ids) if sampled.open is None else sampled.open.tolist()
         logprobs = sampled.logprobs.read() if sampled.logprobs is not None else {}
         if logprobs:

@@ -50,18 +50,18 @@ class TopLogprobs:
 
 @dataclass
 class Sampled:
-    """What one step sampled, still on the device. ids int64 [S]; sound, open bool [S]: all raw logits were finite;
-    at least one token was allowed."""
+    """What one step sampled, still on the device. ids [S]; sound, open bool [S]: all raw logits were finite; at least
+    one token was allowed. sound None: ids are -1 where it would be False."""
 
     ids: torch.Tensor
-    sound: torch.Tensor
+    sound: torch.Tensor | None
     open: torch.Tensor | None
     logprobs: TopLogprobs | None
 
     def to_host(self) -> Sampled:
         return Sampled(
             to_host(self.ids),
-            to_host(self.sound),
+            None if self.sound is None else to_host(self.sound),
             None if self.open is None else to_host(self.open),
             None if self.logprobs is None else self.logprobs.to_host(),
         )
@@ -129,6 +129,17 @@ class Sampler:
                     plan.random.append(len(plan.samples))
                 plan.samples.append(_Sample(row, j, edits))
         return plan
+
+    @staticmethod
+    def is_plain(plan: SamplePlan) -> bool:
+        """Whether every row is greedy or draws from the whole distribution, and wants nothing but the id."""
+        for sample in plan.samples:
+            options = sample.row.sampling
+            if sample.edits is not None or sample.row.mask is not None or options.logprobs is not None:
+                return False
+            if options.temperature >= GREEDY_BELOW and (options.top_k > 0 or options.top_p < 1 or options.min_p > 0):
+                return False
+        return True
 
     def sample(self, logits: torch.Tensor, plan: SamplePlan) -> Sampled:
         """logits fp32 [S, V], overwritten; S as planned."""

@@ -25,7 +25,7 @@ def run_decode(case: Case, config: DecodeConfig, fused: bool) -> torch.Tensor:
     return out
 
 
-SHAPES = [(4, 2, 32), (9, 3, 16), (8, 1, 16), (2, 2, 64)]
+SHAPES = [(4, 2, 32), (9, 3, 32), (8, 1, 32), (2, 2, 64)]
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -101,7 +101,7 @@ def test_prefill_shapes(device: torch.device, heads: int, kv_heads: int, dim: in
 
 def test_more_requests_than_one_search_block(device: torch.device) -> None:
     new = [1 + i % 2 for i in range(40)]
-    case = attention_case(device, new, [0] * 40, heads=2, kv_heads=1, dim=16)
+    case = attention_case(device, new, [0] * 40, heads=2, kv_heads=1, dim=32)
     close(run_mixed(case, PrefillConfig(16, 16, 1, 4), 1, search=16), case.want())
 
 
