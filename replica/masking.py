@@ -21,8 +21,9 @@ from replica.batch import MaskCall
 class MaskSource(Protocol):
     """One per request. What it raises ends that request with an error: a mask that is lost fails closed."""
 
-    def mask(self, num: int) -> np.ndarray:
-        """Packed int32 [num, ceil(vocab / 32)]: which ids may come next."""
+    def mask(self, num: int, draft: Sequence[int] = ()) -> np.ndarray:
+        """Packed int32 [num, ceil(vocab / 32)]: which ids may come next and, for speculative verification, after each
+        of the ``num - 1`` ids of ``draft``, which are not accepted by this."""
         ...
 
     def accept(self, token_id: int) -> None: ...
@@ -49,7 +50,7 @@ class Masking:
         with self._lock:
             self._accept(index, token_id)
 
-    def mask_call(self, index: int, num: int) -> MaskCall:
+    def mask_call(self, index: int, num: int, draft: Sequence[int] = ()) -> MaskCall:
         """Masks for the emitted ids number ``index`` on, to be made once number ``index - 1`` is known."""
 
         def make(newest: int | None) -> np.ndarray:
@@ -58,7 +59,7 @@ class Masking:
                     self._accept(index - 1, newest)
                 if len(self._ids) != index:
                     raise RuntimeError(f"the mask of id {index} was asked for after {len(self._ids)} ids")
-                return self._source.mask(num)
+                return self._source.mask(num, draft)
 
         return make
 

@@ -48,6 +48,8 @@ class CompileProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
+            # Ctrl-C is for the router; this process ends when its input does.
+            start_new_session=True,
         )
         setup = [list(vocabulary.tokens), list(vocabulary.eos_ids), list(vocabulary.special_ids), vocabulary.size]
         self._ask([*setup, memory_bytes], _START_S)

@@ -132,7 +132,7 @@ class EvenIds:
         self.accepted: list[int] = []
         self.fail_mask_at, self.fail_accept_at = fail_mask_at, fail_accept_at
 
-    def mask(self, num: int) -> np.ndarray:
+    def mask(self, num: int, draft: object = ()) -> np.ndarray:
         if len(self.accepted) == self.fail_mask_at:
             raise RuntimeError("mask lost")
         return np.full((num, -(-VOCAB // 32)), 0x55555555, np.int32)
@@ -371,23 +371,22 @@ def test_deadlines_of_finished_requests_are_forgotten() -> None:
     assert len(harness.engine._deadlines) < 100
 
 
-def test_a_reservation_is_echoed_without_waiting_for_the_step() -> None:
-    harness = Harness(step_ms=1500.0)
-    harness.engine.start()
-    try:
-        harness.submit(prompt_of(40), max_tokens=1)
-        wait_for(lambda: harness.mirror.reservations)
-        echoed = []
-        apply = harness.mirror.apply
-        harness.engine._on_events = lambda batch: (
-            echoed.extend(time.monotonic() for _ in batch.accepted),
-            apply(batch),
-        )
-        began = time.monotonic()
-        harness.submit(prompt_of(50), max_tokens=1)
-        wait_for(lambda: echoed)
-        assert echoed[0] - began < 1.0
-        wait_for(harness.engine.idle)
-        assert not harness.mirror.reservations
-    finally:
-        harness.engine.stop()
+def test_a_reservation_is_echoed_before_the_loop_waits_for_a_step() -> None:
+    harness = Harness(step_ms=20.0)
+    known_at_wait: list[set[str]] = []
+    launch = harness.runner.launch
+
+    def spy(batch):
+        step = launch(batch)
+        wait = step.wait
+        step.wait = lambda timeout: (known_at_wait.append(set(harness.mirror.reservations)), wait(timeout))[1]
+        return step
+
+    harness.runner.launch = spy
+    first = harness.submit(prompt_of(40), max_tokens=20)
+    harness.step(2)
+    second = harness.submit(prompt_of(50), max_tokens=20)
+    known_at_wait.clear()
+    harness.step(1)
+    assert known_at_wait[0] == {first, second}
+    harness.finish()

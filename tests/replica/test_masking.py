@@ -131,8 +131,10 @@ def test_a_lost_mask_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> 
 class Recording:
     def __init__(self) -> None:
         self.accepted: list[int] = []
+        self.drafts: list[list[int]] = []
 
-    def mask(self, num: int) -> np.ndarray:
+    def mask(self, num: int, draft: Any = ()) -> np.ndarray:
+        self.drafts.append(list(draft))
         return np.full((num, 1), len(self.accepted), np.int32)
 
     def accept(self, token_id: int) -> None:
@@ -143,10 +145,10 @@ class Recording:
 
 def test_masking_is_told_once_by_whoever_comes_first() -> None:
     masking = Masking(source := Recording(), [4, 5])
-    call = masking.mask_call(3, 2)
+    call = masking.mask_call(3, 2, [8])
     with pytest.raises(RuntimeError, match="after 2 ids"):
         call(None)
-    assert call(6).tolist() == [[3], [3]]
+    assert call(6).tolist() == [[3], [3]] and source.drafts == [[8]]
     masking.accept(2, 6)
     assert source.accepted == [4, 5, 6]
     with pytest.raises(RuntimeError, match="contradicts"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,8 @@ class Chain:
     def __init__(self) -> None:
         self.last = -1
 
-    def mask(self, num: int) -> np.ndarray:
-        assert num == 1
+    def mask(self, num: int, draft: Sequence[int] = ()) -> np.ndarray:
+        assert num == 1 and not draft
         bits = np.zeros(VOCAB, np.uint8)
         bits[(self.last + 1) % STEP :: STEP] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)[None]

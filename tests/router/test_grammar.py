@@ -219,6 +219,16 @@ async def test_a_crash_of_native_code_is_a_refusal_and_not_the_routers_end() -> 
         made.close()
 
 
+async def test_a_compilation_that_eats_memory_is_a_refusal() -> None:
+    made = Grammars(VOCABULARY, GrammarOptions(memory_bytes=8 << 20))
+    try:
+        assert await made.compile("regex", "small")
+        assert "more memory" in str(await refusal(made, "json_schema", {"enum": [f"{i:x}" * 4 for i in range(10_000)]}))
+        assert await made.compile("regex", "small again")
+    finally:
+        made.close()
+
+
 async def test_waiting_is_bounded_and_a_client_that_leaves_harms_nobody() -> None:
     class Slow(CompileProcess):
         def compile(self, kind: str, text: str, timeout_s: float) -> Any:
