@@ -174,3 +174,18 @@ def test_smollm2_knows_paris_and_equals_transformers() -> None:
     assert pair[1].ids == alone and pair[0].ids != alone
     runner.close()
     assert generate(as_transformers(path), [prompt], 24).ids == [alone]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_a_cpu_scores_like_fp32(dtype: str) -> None:
+    (prompt,) = prompts((70,))
+    ask = Ask(prompt, replace(GREEDY, prompt_logprobs=0))
+    scores = {}
+    for kind in ("float32", dtype):
+        runner = make_runner(tiny_config("qwen3"), dtype=kind)
+        (got,) = Driver(runner, chunk=32).run([ask], 3)
+        scores[kind] = np.array([entry.token for entry in got.prompt_logprobs[1:] if entry is not None])
+        assert len(got.ids) == 3 and got.fault is None and runner.describe()["dtype"] == kind
+        runner.close()
+    error = np.abs(scores[dtype] - scores["float32"])
+    assert error.max() < (0.3 if dtype == "bfloat16" else 0.03) and error.mean() > 0
