@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,7 @@ def build_app(config: AppConfig) -> Application:
         name="Router",
         num_replicas=config.routers,
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": SAME_LOOP}, **_placed(config.router_resource)},
+        **_surge(serve.deployment),
         **grace,
     )(serve.ingress(current_app)(RouterActor))
     served = partial(open_router, config.model, config.served_model_name, config.api(), config.dispatch(), bound_secret)
@@ -103,6 +106,14 @@ def _replica_resources(config: AppConfig, engine: EngineConfig) -> dict[str, Any
         # Read by OpenMP when torch is loaded; set later, idle threads of its default pool would keep spinning.
         options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}}
     return options
+
+
+def _surge(decorator: Callable[..., Any]) -> dict[str, Any]:
+    """Start a new version's routers before the old ones leave: a lone router would otherwise be missing meanwhile.
+
+    Replicas roll within their number, since their GPUs are not there twice. Ray before 2.60 lacks the option.
+    """
+    return {"max_surge_percent": 100} if "max_surge_percent" in inspect.signature(decorator).parameters else {}
 
 
 def _placed(resource: str | None) -> dict[str, Any]:

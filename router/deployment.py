@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ray import serve
@@ -18,6 +19,9 @@ log = logging.getLogger("everwarm.router")
 
 FEED = "replica"
 """Name under which :class:`router.membership.Membership` publishes in this process."""
+
+FIRST_REPLICA_S = 1800.0
+"""Longest wait for the first replica, whose weights may take minutes; then ``/ready`` says what is missing."""
 
 
 def current_app() -> Any:
@@ -42,7 +46,19 @@ class RouterActor:
         # ``options`` starts the handle's router, and with it the membership feed; no call is ever made through it.
         self._replicas = replicas.options(method_name="check_health")
         registry.current_app.set(self._api)
+        await self._await_replica()
         log.info("router %s is up", name)
+
+    async def _await_replica(self) -> None:
+        """Until a replica is admitted, or for ``FIRST_REPLICA_S``.
+
+        Serve sends requests to a router, and ends the one that it replaces, as soon as it is up. In an update to
+        another model it may be up long before a replica of that model is.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_REPLICA_S):
+                while not self._dispatcher.ready():
+                    await self._dispatcher.streams.changes.wait(FIRST_REPLICA_S)
 
     async def __del__(self) -> None:
         """Called and awaited by Serve before it ends the process; its own drain counts HTTP requests."""
