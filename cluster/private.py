@@ -17,6 +17,8 @@ import httpx
 
 from cluster.environment import MARKER, end_processes, free_ports, run_environment
 
+log = logging.getLogger(__name__)
+
 
 class PrivateCluster:
     """Context manager: Ray and Serve up, nothing deployed. Its processes are known by ``marker``.
@@ -65,23 +67,43 @@ class PrivateCluster:
             raise
         return self
 
-    def _start(self) -> None:
+    def _start(self, attempts: int = 3) -> None:
+        """Ray and Serve give their own daemons 30 and 60 s, which a machine with much else to do may exceed."""
         import ray
         from ray import serve
 
-        ray.init(
-            num_cpus=self._num_cpus,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            _temp_dir=str(self._root),
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-        host = "0.0.0.0" if self.haproxy else "127.0.0.1"
-        serve.start(
-            http_options={"host": host, "port": self.port},
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        )
+        for left in range(attempts - 1, -1, -1):
+            try:
+                ray.init(
+                    num_cpus=self._num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=100 << 20,
+                    _temp_dir=str(self._root),
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                )
+                serve.start(
+                    http_options={"host": "0.0.0.0" if self.haproxy else "127.0.0.1", "port": self.port},
+                    logging_config={"enable_access_log": False, "log_level": "WARNING"},
+                )
+                return
+            except Exception as error:
+                if not left:
+                    raise
+                log.warning("the cluster did not start, trying again: %s", error)
+                self._stop()
+
+    def _stop(self) -> None:
+        if "ray" in sys.modules:
+            import ray
+            from ray import serve
+
+            if ray.is_initialized():
+                try:
+                    serve.shutdown()
+                finally:
+                    ray.shutdown()
+        end_processes(self.marker, grace_s=10)
 
     def deploy(self, options: Mapping[str, Any], *, name: str = "default", route_prefix: str = "/") -> str:
         """Deploy ``cluster.app`` and wait until a replica is admitted. Returns the app's base URL."""
@@ -109,16 +131,7 @@ class PrivateCluster:
         """Idempotent."""
         if self._saved is None:
             return
-        if "ray" in sys.modules:
-            import ray
-            from ray import serve
-
-            if ray.is_initialized():
-                try:
-                    serve.shutdown()
-                finally:
-                    ray.shutdown()
-        end_processes(self.marker, grace_s=10)
+        self._stop()
         shutil.rmtree(self._root, ignore_errors=True)
         _set_environment(self._saved)
         self._saved = None
