@@ -30,7 +30,7 @@ class Api:
     def __init__(self, services: Services) -> None:
         self.services = services
         self._keys = KeyRing(services.options.all_keys())
-        self._openapi = document(services.card)
+        self._openapi: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -94,6 +94,8 @@ class Api:
             await self._preflight(call)
             return "preflight"
         if call.path == "/openapi.json" and call.method in ("GET", "HEAD"):
+            if self._openapi is None:
+                self._openapi = document(self.services.card)
             await call.send_body(200, self._openapi)
             return "/openapi.json"
         found = routes.find(call.path)

@@ -14,7 +14,7 @@ from router.api import sse
 from router.api.call import Call
 from router.api.errors import ApiError, as_api_error, bad_request, from_validation
 from router.api.options import narrowed_salt
-from router.api.refused import HINTS, Unserved, check_unserved, ignored_header
+from router.api.refused import Unserved, check_unserved, ignored_header
 from router.api.run import Choice, Plan, Prompt, Run, Usage
 from router.api.sampling import build_sampling, check_common, text_options
 from router.api.schemas.chat import ChatRequest
@@ -34,7 +34,7 @@ def parse(call: Call, body: Mapping[str, Any], model: type[R], table: Mapping[st
         raise from_validation(error, body) from None
     check_model(call, getattr(request, "model", None))
     check_unserved(body, table)
-    ignored = ignored_header(body, [*model.model_fields, *table, *HINTS])
+    ignored = ignored_header(body, [*model.model_fields, *table])
     if ignored is not None:
         call.extra_headers.append((b"x-everwarm-ignored-fields", ignored.encode()))
     return request

@@ -18,6 +18,8 @@ class Unserved:
     reason: str
     harmless: tuple[Any, ...] = ()
     """Values beside null that ask for nothing we don't do anyway."""
+    ignored: bool = False
+    """Accepted whatever its value: its own definition gives it no effect on the answer."""
 
 
 _STATE = "answers are not stored"
@@ -43,6 +45,8 @@ _GENERATION: dict[str, Unserved] = {
     "prompt_cache_retention": Unserved("pages stay cached as long as there is room", ("in_memory", "in-memory")),
     "prompt_cache_options": Unserved("pages stay cached as long as there is room"),
     "moderation": Unserved("moderation is not served"),
+    "prompt_cache_key": Unserved("the cache finds shared prefixes by itself", ignored=True),
+    "safety_identifier": Unserved("for the provider's own checks", ignored=True),
 }
 
 COMPLETIONS: dict[str, Unserved] = {
@@ -82,6 +86,8 @@ RESPONSES: dict[str, Unserved] = {
     "prompt_cache_retention": _GENERATION["prompt_cache_retention"],
     "prompt_cache_options": _GENERATION["prompt_cache_options"],
     "moderation": _GENERATION["moderation"],
+    "prompt_cache_key": _GENERATION["prompt_cache_key"],
+    "safety_identifier": _GENERATION["safety_identifier"],
     "image": Unserved(_MEDIA),
     "access_programs": Unserved("the server has none"),
 }
@@ -94,10 +100,12 @@ MESSAGES: dict[str, Unserved] = {
     "output_config": Unserved("the served model has no such control"),
     "output_format": Unserved("structured output is in /v1/chat/completions and /v1/responses"),
     "inference_geo": Unserved("the server is where it is"),
+    "speed": Unserved("there is one speed", ("standard",)),
+    "diagnostics": Unserved("the server has no such report"),
+    "cache_control": Unserved("every prefix is cached", ignored=True),
+    "user_profile_id": Unserved("for the provider's own accounts", ignored=True),
+    "workspace_id": Unserved("for the provider's own accounts", ignored=True),
 }
-
-HINTS = ("prompt_cache_key", "safety_identifier")
-"""Of OpenAI's spec and without effect by its own rule: the cache finds shared prefixes by itself."""
 
 _VISIBLE = re.compile(r"[^!-+\--~]")
 
@@ -106,7 +114,7 @@ def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> No
     """Raises a 400 for a field that would have to change the answer and can't."""
     for name in table.keys() & body.keys():
         value, rule = body[name], table[name]
-        if value is None or any(type(value) is type(ok) and value == ok for ok in rule.harmless):
+        if value is None or rule.ignored or any(type(value) is type(ok) and value == ok for ok in rule.harmless):
             continue
         allowed = f" (allowed: null, {', '.join(map(shown, rule.harmless))})" if rule.harmless else ""
         raise bad_request(

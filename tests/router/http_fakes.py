@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import httpx
@@ -36,6 +37,12 @@ CORPUS = [
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """All 256 bytes, a few merges, three special tokens."""
+    backend = Backend.from_str(_trained())
+    return Tokenizer(backend, special={"eos_token": EOS, "bos_token": "<|im_start|>"}, chat_template=template)
+
+
+@cache
+def _trained() -> str:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +53,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    return Tokenizer(backend, special={"eos_token": EOS, "bos_token": "<|im_start|>"}, chat_template=template)
+    return backend.to_str()
 
 
 def make_card(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelCard:
