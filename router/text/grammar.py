@@ -1,7 +1,7 @@
 """Structured output: validates and compiles what a client asks for into the grammar source that a replica runs.
 
-A replica gets ``Sampling.grammar = ("llguidance", source)``: one self-contained grammar of a few KB, never a schema
-to interpret. It was compiled here first, in a process of its own and under the limits that the replica applies, so a
+A replica gets ``Sampling.grammar = ("llguidance", source)``: one self-contained grammar of a few KB that only the
+library reads. It was compiled here first, in a process of its own and under the limits that the replica applies, so a
 replica meets only grammars that compile.
 """
 
