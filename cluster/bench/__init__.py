@@ -55,3 +55,35 @@ def bench_serve(
     bench.show(figures, console)
     report(figures, bench.UNITS, json_path)
     raise typer.Exit(0 if bench.holds(figures) else 1)
+
+
+@app.command("engine", epilog="Example: everwarm bench engine --threads 2 --batches 1,8 --json engine.json")
+def bench_engine(
+    model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each side.")] = 2,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill cell.")] = 512,
+    context: Annotated[int, typer.Option(min=1, help="Prompt tokens of the decode cells.")] = 256,
+    batches: Annotated[str, typer.Option(help="Decode batch sizes, comma-separated.")] = "1,8,32",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per sequence.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are compared.")] = 3,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also run transformers' generate.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """Our engine and transformers' generate, same weights, threads and prompts, on a CPU. Exit 1: goals missed."""
+    from cluster.bench import engine as bench
+    from cluster.checkpoint import UnknownModel
+
+    sizes = [part.strip() for part in batches.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in sizes):
+        raise typer.BadParameter(
+            f"{batches!r}; positive numbers separated by commas are needed", param_hint="--batches"
+        )
+    load = bench.Workload(model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, peer)
+    console = Console()
+    try:
+        figures = bench.run(load, console)
+    except (UnknownModel, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    bench.show(figures, console)
+    report(figures, bench.UNITS, json_path)
+    raise typer.Exit(0 if bench.holds(figures) else 1)

@@ -75,6 +75,10 @@ def _open_engine(path: Path, load: Workload) -> LLM:
     """Default options, but a batch and a pool that hold the largest cell."""
     model = weights.read_config(path)
     longest = max(load.prompt + 1, load.context + load.tokens)
+    if longest > model.max_position:
+        raise ValueError(
+            f"prompt + 1 or context + tokens: {longest} exceeds the model's {model.max_position} positions"
+        )
     largest = max(load.batches)
     config = EngineConfig(
         threads=load.threads,

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cluster.bench import app
 from cluster.bench import engine as bench
 
 transformers = pytest.importorskip("transformers")
@@ -67,3 +69,29 @@ def test_goals() -> None:
     assert bench.holds({"cells": cells})
     for name in ("prefill", "decode_b1", "decode_b8"):
         assert not bench.holds({"cells": cells | {name: {"ratio": 0.99}}})
+
+
+def test_the_command_ends_with_one_json_line(checkpoint: Path, tmp_path: Path) -> None:
+    options = "--threads 1 --prompt 16 --context 16 --batches 2 --tokens 4 --rounds 1 --no-peer"
+    result = CliRunner().invoke(
+        app, ["engine", "--model", str(checkpoint), *options.split(), "--json", f"{tmp_path}/x.json"]
+    )
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.splitlines()[-1])
+    assert line == json.loads((tmp_path / "x.json").read_text())
+    assert line["figures"]["cells"]["decode_b2"]["ours_tok_s"] > 0 and "torch" in line["versions"] and line["units"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "1,x"], "--batches"),
+        (["--batches", "0"], "--batches"),
+        (["--model", "/nowhere/at-all"], "/nowhere/at-all"),
+        (["--prompt", "999999"], "1000000 exceeds"),
+    ],
+)
+def test_unusable_arguments_exit_2(checkpoint: Path, options: list[str], message: str) -> None:
+    defaults = [] if "--model" in options else ["--model", str(checkpoint)]
+    result = CliRunner().invoke(app, ["engine", *defaults, "--no-peer", *options])
+    assert result.exit_code == 2 and message in result.output
