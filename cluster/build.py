@@ -38,13 +38,13 @@ def build_app(config: AppConfig) -> Application:
     """Routers bound to replicas. Touches neither the model nor a GPU: this may run on a node that has none."""
     from ray import serve
 
-    from replica.deployment import ReplicaActor
+    from replica.deployment import LINGER_S, ReplicaActor
     from router.deployment import FEED, RouterActor, current_app
 
     bound_secret, engine = secrets.token_hex(32), _engine_options(config)
     grace: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING,
-        "graceful_shutdown_timeout_s": config.drain_timeout_s + 5,
+        "graceful_shutdown_timeout_s": LINGER_S + config.drain_timeout_s + 5,
         "graceful_shutdown_wait_loop_s": 0.2,
         "logging_config": {"enable_access_log": False},
     }

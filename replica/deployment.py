@@ -16,6 +16,8 @@ from replica.server import TokenServer
 
 log = logging.getLogger("everwarm.replica")
 
+LINGER_S = 30.0
+"""A replica that is told to end serves on for so long while a router still needs it, before it drains."""
 METADATA_KEY = "token_plane"
 """Key of [host, port] in what a replica advertises through Serve."""
 
@@ -66,6 +68,7 @@ class ReplicaActor:
         """Called and awaited by Serve before it ends the process: streams finish first, as Serve can't see them."""
         if not hasattr(self, "_address"):
             return
+        await self._server.await_departure(LINGER_S)
         if not await self._server.drain(self._drain_timeout_s):
             log.warning("replica %s: streams were still running after %.0f s", self._name, self._drain_timeout_s)
         await self._server.close()

@@ -89,9 +89,11 @@ class Dispatcher:
         if self._loop is None:
             return
         members = self._members
+        # In an update to another model, the old routers outlive the last replica that they can use by a moment.
+        needed = not any(link.replica.accepting for name, link in self.links.items() if name in members)
         for name, link in list(self.links.items()):
             if name not in members:
-                link.leave()
+                link.leave(last_resort=needed)
         for name, address in members.items():
             if (known := self.links.get(name)) is not None:
                 known.rejoin(address)
@@ -119,6 +121,9 @@ class Dispatcher:
         self.placement.page_size = root.page_size
 
     def on_link_change(self, link: Link) -> None:
+        if link.replica.accepting:
+            for state in self.placement.retiring():
+                self.links[state.name].leave()
         if link.state == LinkState.CLOSED and self.links.get(link.name) is link:
             del self.links[link.name]
             self.placement.remove(link.name)
@@ -133,7 +138,7 @@ class Dispatcher:
         deadline = now + job.deadline_s if job.deadline_s is not None else None
         until = now + self.options.streams.admit_wait_s
         try:
-            while self._root is None or not self.ready():
+            while self._root is None or not self.placement.takers():
                 await self.streams.wait_for_replica(until, deadline)
             ticket = await self.streams.admit(job, self._root, until, deadline)
         except Exception as error:
@@ -147,8 +152,8 @@ class Dispatcher:
 
     def limits(self) -> dict[str, int]:
         smallest: dict[str, int] = {}
-        for link in self.links.values():
-            for name, value in link.limits.items() if link.replica.accepting else ():
+        for state in self.placement.takers():
+            for name, value in self.links[state.name].limits.items():
                 smallest[name] = min(value, smallest.get(name, value))
         return smallest
 

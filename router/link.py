@@ -149,10 +149,14 @@ class Link:
 
     # --- life
 
-    def leave(self) -> None:
-        """No longer a member: no new work, and close once the last stream has ended."""
+    def leave(self, *, last_resort: bool = False) -> None:
+        """No longer a member: no new work, and close once the last stream has ended.
+
+        ``last_resort``: take new work still, until the replica says that it drains or this is called without.
+        """
         self._leaving = True
         self.replica.accepting = False
+        self.replica.retiring = last_resort and self.state == LinkState.OPEN
         self._leave_if_done()
 
     def rejoin(self, address: Address) -> None:
@@ -160,7 +164,7 @@ class Link:
         moved = address != self.address
         self.address = address
         if self._leaving:
-            self._leaving = False
+            self._leaving = self.replica.retiring = False
             self.replica.accepting = self.state == LinkState.OPEN
         if moved and self._connection is not None:
             self._connection.abort("the replica has moved")
@@ -231,7 +235,7 @@ class Link:
                 answer.set_exception(ConnectionError(reason))
 
     def _leave_if_done(self) -> None:
-        if self._leaving and not self._inflight:
+        if self._leaving and not self._inflight and not self.replica.retiring:
             self.close("no longer a member")
 
     def _ask(self, ask: Ask | None) -> None:
@@ -340,8 +344,9 @@ class Link:
     def _on_draining(self, frame: list[Any]) -> None:
         if self.state == LinkState.OPEN:
             self.state, self.reason = LinkState.DRAINING, "the replica drains"
-            self.replica.accepting = False
+            self.replica.accepting = self.replica.retiring = False
             self._host.on_link_change(self)
+            self._leave_if_done()
 
     def describe(self) -> dict[str, Any]:
         """For ``/v1/directory``."""

@@ -43,8 +43,9 @@ class PredictionError:
 class ReplicaState:
     """A replica's slot in the directory, its queue, and what it last said about itself.
 
-    ``accepting``: may be given new work. ``own``: this router's live requests there (id -> dispatch time in s and
-    predicted TTFT in ms, or None after the first token). The directory's stream drives the ``on_`` methods.
+    ``accepting``: may be given new work; ``retiring``: only while no replica accepts. ``own``: this router's live
+    requests there (id -> dispatch time in s and predicted TTFT in ms, or None after the first token). The directory's
+    stream drives the ``on_`` methods.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ReplicaState:
     page_size: int
     chunk: int = 512
     accepting: bool = False
+    retiring: bool = False
     suspicious: bool = False
     slot: Slot | None = None
     backlog: Backlog = field(default_factory=Backlog)
@@ -103,7 +105,7 @@ class ReplicaState:
             if self.slot is not None:
                 self.directory.pending.release(self.slot.bit, request)
         self.own.clear()
-        self.accepting = False
+        self.accepting = self.retiring = False
 
     def _echo(self, request: str, packed: bytes, now: float) -> None:
         assert self.slot is not None
@@ -149,7 +151,7 @@ class Placement:
         slo_ms: float | None = None,
     ) -> Decision | None:
         """Where a request with these page keys should go; None when no replica may take it (within ``slo_ms``)."""
-        open_to = [state for state in self.replicas.values() if state.accepting and state.name not in exclude]
+        open_to = [state for state in self.takers() if state.name not in exclude]
         mask = 0
         for state in open_to:
             if state.slot is not None:
@@ -190,6 +192,14 @@ class Placement:
             slo_ms=slo_ms,
             options=self.options,
         )
+
+    def takers(self) -> list[ReplicaState]:
+        """Those that new work may go to."""
+        return [state for state in self.replicas.values() if state.accepting] or self.retiring()
+
+    def retiring(self) -> list[ReplicaState]:
+        """Those that leave, but serve on for a router that knows no other."""
+        return [state for state in self.replicas.values() if state.retiring]
 
     def shortest_queue_ms(self, now: float) -> float:
         """Least predicted wait over the replicas that take work; 0 when there is none."""

@@ -182,7 +182,7 @@ class Streams:
                 if refusal.code not in (Code.OVERLOADED, Code.DRAINING):
                     raise EngineFault(refusal.message)
                 tried[decision.replica] = refusal
-            elif not any(state.accepting for state in self._placement.replicas.values()):
+            elif not self._placement.takers():
                 await self.wait_for_replica(until, ticket.deadline)
             elif first and (not tried or any(refusal.code == Code.OVERLOADED for refusal in tried.values())):
                 raise self._overloaded(ticket, tried)

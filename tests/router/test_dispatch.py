@@ -260,3 +260,30 @@ async def test_engines_limits_and_membership_from_a_thread() -> None:
         await router.close()
         for replica in replicas:
             await replica.close()
+
+
+async def test_replica_that_leaves_serves_on_for_a_router_without_another() -> None:
+    """Until it drains, or another replica is there; then it is let go."""
+    replicas = {name: await FakeReplica(name).start() for name in ("r1", "r2")}
+    router = await start_router(replicas["r1"])
+    try:
+        await in_sync(router, replicas=1)
+        router.update_replicas({})
+        await until(lambda: bool(router.placement.retiring()))
+        assert not router.ready(), "nothing to count on"
+        assert len(await collect(router, job("a", prompt(1, 40)))) == 8
+        departed = asyncio.create_task(replicas["r1"].server.await_departure(30.0))
+        router.update_replicas({"r2": replicas["r2"].address})
+        await asyncio.wait_for(departed, 10.0)
+        await in_sync(router, replicas=1)
+        assert len(await collect(router, job("b", prompt(1, 40)))) == 8
+        assert replicas["r1"].engine.submitted == 1 and replicas["r2"].engine.submitted == 1
+        router.update_replicas({})
+        await until(lambda: bool(router.placement.retiring()))
+        assert await replicas["r2"].server.drain(10.0)
+        await until(lambda: not router.links)
+        router.check_invariants()
+    finally:
+        await router.close()
+        for replica in replicas.values():
+            await replica.close()

@@ -283,6 +283,8 @@ async def test_moved_and_renamed_members() -> None:
         assert not router.ready()
         moved.say([1], "length")
         assert await read(ticket) == ([1], "length")
+        assert [state.name for state in router.placement.retiring()] == ["r1"], "kept while there is no other"
+        await moved.server.drain(1.0)
         await until(lambda: not router.links)
         assert not router.placement.replicas and not router.placement.directory.slots()
         await moved.server.close()
