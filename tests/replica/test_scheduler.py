@@ -306,3 +306,23 @@ def test_a_victim_whose_last_token_is_still_on_the_device_waits_for_it() -> None
     assert harness.engine.scheduler.num_preemptions == 1
     assert harness.outputs[elder].ids == expected_ids(prompt_of(31), 3, seed=7, vocab_size=VOCAB)
     assert harness.outputs[younger].ids == expected_ids(prompt_of(30), 20, seed=7, vocab_size=VOCAB)
+
+
+def test_nobody_is_admitted_in_a_step_that_had_to_preempt() -> None:
+    harness = Harness(max_num_pages=13, max_model_len=190, max_batch_size=2, watermark=0.0)
+    for seed in range(2):
+        harness.submit(prompt_of(80, seed=seed), max_tokens=60)
+    small = harness.submit(prompt_of(10), max_tokens=1)
+    run_until(harness, lambda: harness.engine.scheduler.num_preemptions)
+    assert len(harness.engine.scheduler.running) == 1 and harness.request(small).slot == -1
+    assert harness.engine.pool.num_available >= 5, "it would have fitted"
+    harness.finish()
+
+
+def test_a_static_batch_does_not_leave_twins_out() -> None:
+    harness = Harness(scheduler="static", max_batch_size=4)
+    for i in range(4):
+        harness.submit([*prompt_of(100), i], max_tokens=20)
+    harness.step(2)
+    assert len(harness.engine.scheduler.running) == 4
+    harness.finish()
