@@ -34,11 +34,20 @@ class Api:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await self._lifespan(receive, send)
         elif scope["type"] == "http":
             await self._http(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1003})
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await asyncio.to_thread(self.services.grammars.close)
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new generation with 503 from now on; True once nothing runs, False if that takes too long."""
@@ -164,14 +173,6 @@ class Api:
             "access-control-max-age": "600",
         }
         await call.send_body(204 if self.services.options.cors_origins else 403, b"", headers=headers)
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 def create_app(backend: Backend, model: ModelCard, options: ApiOptions | None = None) -> Api:

@@ -29,7 +29,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
 SAMPLES: dict[str, Any] = {
     "model": "tiny", "n": 2, "stream": True, "max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 5,
     "min_p": 0.1, "seed": 3, "stop": ["x"], "stop_token_ids": [7], "include_stop_str_in_output": True,
-    "ignore_eos": True, "min_tokens": 1, "frequency_penalty": 1, "presence_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
+    "ignore_eos": True, "min_tokens": 1, "frequency_penalty": 1, "presence_penalty": 1,
+    "repetition_penalty": 1.1, "logit_bias": {"5": 1},
     "allowed_token_ids": [5], "bad_words": ["x"], "prompt_logprobs": 1, "skip_special_tokens": False,
     "return_token_ids": True, "return_tokens_as_token_ids": True, "truncate_prompt_tokens": 5, "priority": 1,
     "cache_salt": "s", "request_id": "r", "user": "u", "metadata": {}, "messages": MESSAGES, "max_completion_tokens": 5,
