@@ -142,7 +142,7 @@ class _Cursor:
     """Reads scalars and strings off the map. Raises GGUFError past the end."""
 
     def __init__(self, data: np.ndarray, name: str) -> None:
-        self._view = data.data
+        self._view: memoryview = data.data
         self._name = name
         self.at = 0
 
