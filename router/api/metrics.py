@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -14,14 +14,23 @@ _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4
 _E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-ENGINE_GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "num_requests_running": (("load", "running"), "Requests in the engine's batch."),
-    "num_requests_waiting": (("load", "waiting"), "Requests without a first token."),
-    "queued_uncached_tokens": (("load", "queued_uncached_tokens"), "Tokens still to be prefilled."),
-    "kv_cache_free_pages": (("load", "free_pages"), "Pages that hold nothing."),
-    "kv_cache_evictable_pages": (("load", "evictable_pages"), "Cached pages that no request uses."),
-    "kv_cache_usage_perc": (("kv_cache_usage",), "Share of the pages that requests hold, 0 to 1."),
-    "num_preemptions": (("num_preemptions",), "Requests preempted since the engine started."),
+ENGINE_GAUGES: Mapping[str, tuple[str, str]] = {
+    "num_requests_running": ("load.running", "Requests in the engine's batch."),
+    "num_requests_waiting": ("load.waiting", "Requests without a first token."),
+    "queued_uncached_tokens": ("load.queued_uncached_tokens", "Tokens still to be prefilled."),
+    "kv_cache_free_pages": ("pages.free", "Pages that hold nothing."),
+    "kv_cache_evictable_pages": ("pages.cached", "Cached pages that no request uses."),
+    "engine_step_p50_ms": ("steps.p50_ms", "Median of recent step times, milliseconds."),
+    "engine_step_p99_ms": ("steps.p99_ms", "99th percentile of recent step times, milliseconds."),
+}
+ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "num_preemptions": ("counters.preemptions", "Requests preempted."),
+    "engine_prompt_tokens": ("counters.prompt_tokens", "Tokens prefilled: prompt tokens that were not cached."),
+    "engine_generation_tokens": ("counters.generated_tokens", "Tokens sampled for requests."),
+    "engine_wasted_tokens": ("counters.wasted_tokens", "Tokens sampled past a request's end."),
+    "engine_failed_steps": ("counters.failed_steps", "Steps that raised."),
+    "engine_prefix_cache_queries": ("counters.prefix_queries", "Prompt tokens looked up in the page cache."),
+    "engine_prefix_cache_hits": ("counters.prefix_hits", "Prompt tokens found in the page cache."),
 }
 """Metric name -> (path in an element of ``Backend.engines()``, help). A replica that lacks the value has no sample."""
 
@@ -110,18 +119,30 @@ class _Engines:
         self._prefix, self._model, self._engines = prefix, model, engines
 
     def collect(self) -> Iterable[Metric]:
-        for name, (path, text) in ENGINE_GAUGES.items():
-            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "replica"])
-            for engine in self._engines:
-                value = _at(engine, path)
-                if value is not None:
-                    family.add_metric([self._model, str(engine.get("replica", ""))], value)
-            yield family
+        kinds = ((GaugeMetricFamily, ENGINE_GAUGES), (CounterMetricFamily, ENGINE_COUNTERS))
+        for kind, metrics in kinds:
+            for name, (path, text) in metrics.items():
+                family = kind(f"{self._prefix}:{name}", text, labels=["model_name", "replica"])
+                for engine in self._engines:
+                    value = _at(engine, path)
+                    if value is not None:
+                        family.add_metric([self._model, str(engine.get("replica", ""))], value)
+                yield family
+        usage = GaugeMetricFamily(
+            f"{self._prefix}:kv_cache_usage_perc",
+            "Share of the pages that requests hold, 0 to 1.",
+            labels=["model_name", "replica"],
+        )
+        for engine in self._engines:
+            held, total = _at(engine, "pages.held"), _at(engine, "pages.all")
+            if held is not None and total:
+                usage.add_metric([self._model, str(engine.get("replica", ""))], held / total)
+        yield usage
 
 
-def _at(engine: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+def _at(engine: Mapping[str, Any], path: str) -> float | None:
     value: Any = engine
-    for step in path:
+    for step in path.split("."):
         if not isinstance(value, Mapping) or step not in value:
             return None
         value = value[step]

@@ -172,7 +172,12 @@ class FakeBackend:
         return {"replicas": [], "prefixes": [], "top": top}
 
     async def engines(self) -> list[dict[str, Any]]:
-        return [{"replica": "fake-0", "load": {"running": 2, "waiting": 1, "free_pages": 7}}]
+        pages = {"all": 8, "free": 5, "cached": 1, "held": 2}
+        load = {"running": 2, "waiting": 1}
+        return [
+            {"replica": "fake-0", "load": load, "pages": pages, "counters": {"preemptions": 3}},
+            {"replica": "lost"},
+        ]
 
 
 def saying(tokenizer: Tokenizer, text: str) -> Script:
