@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -15,6 +17,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+
+_MAYBE_INFINITE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
 
 
 class ClientGone(Exception):
@@ -75,10 +80,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
         value = from_json(body, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if _MAYBE_INFINITE.search(body) and not _finite(value):
+        # The parser turns what no double can hold into infinity, which no answer could repeat.
+        raise ApiError(400, "the request body holds a number beyond the range of a double", code="invalid_json")
     if not isinstance(value, dict):
         kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
         raise ApiError(400, f"the request body must be a JSON object; got {kind}", code="invalid_json")
     return value
+
+
+def _finite(value: Any) -> bool:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return False
+        if isinstance(item, dict | list):
+            stack.extend(item.values() if isinstance(item, dict) else item)
+    return True
 
 
 async def send_bytes(

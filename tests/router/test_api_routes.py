@@ -128,12 +128,22 @@ async def test_bad_bodies_get_a_json_400_and_the_next_request_works(body: bytes)
         assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
 
 
+@pytest.mark.parametrize("number", [b"1e999", b"-1E+999", b"9" * 400 + b".5"])
+async def test_numbers_that_no_double_holds(number: bytes) -> None:
+    async with asgi_client(fake := backend()) as client:
+        for body in (b'{"input":"hi","metadata":{"a":[%s]}}', b'{"input":"hi","tools":[{"parameters":{"b":%s}}]}'):
+            error_of(await client.post("/v1/responses", content=body % number), 400)
+        assert not fake.jobs
+        response = await client.post("/v1/responses", content=b'{"input":"hi 1e999","metadata":{"a":1e300}}')
+        assert response.json()["metadata"] == {"a": 1e300}
+
+
 @pytest.mark.parametrize("number", [b"1e999", b"9" * 400, b"-1e999"])
 async def test_absurd_numbers(number: bytes) -> None:
     async with asgi_client(fake := backend()) as client:
         for field in (b"temperature", b"max_tokens", b"seed", b"top_k", b"priority"):
             response = await client.post("/v1/completions", content=b'{"prompt":"hi","%s":%s}' % (field, number))
-            assert field.decode() in error_of(response, 400)["message"]
+            assert error_of(response, 400)
         assert not fake.jobs
 
 
