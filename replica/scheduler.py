@@ -134,7 +134,8 @@ class Scheduler:
     def schedule(self, step: int, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
         turn = _Turn(self.config.chunk_size, self.config.long_prefill_tokens)
-        decoding, prefilling = [], []
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
         for request in self.running:
             progressed = request.num_tokens + request.num_pending > request.admitted_total
             (decoding if progressed else prefilling).append(request)
