@@ -274,7 +274,9 @@ class MistralParser:
         return [CallArguments(self._calls.index, part)], text[len(part) :]
 
     def finish(self) -> list[Event]:
-        held = {"prose": self._scan.finish(), "head": self._BEGIN + self._head, "list": self._opening}.get(self._mode, "")
+        held = {"prose": self._scan.finish(), "head": self._BEGIN + self._head, "list": self._opening}.get(
+            self._mode, ""
+        )
         held += self._calls.finish()
         return (self._prose.add(held) if held else []) + self._prose.finish()
 
