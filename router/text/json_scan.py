@@ -76,7 +76,7 @@ class CallReader:
     """Reads one call object: ``name`` once known, arguments as they come.
 
     ``strict``: an object with other keys, or without both name and arguments, is no call (it is a model's JSON answer).
-    A call counts as one (``started``) when its name is known and its arguments begin; ``failed`` can only be set before.
+    A call counts as one (``started``) when its name is known and its arguments begin; ``failed`` is set only before.
     """
 
     KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})

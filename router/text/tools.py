@@ -153,7 +153,7 @@ class HermesParser:
 
 
 class Llama3Parser:
-    """The whole answer is ``{"name": ..., "parameters": {...}}``, several separated by semicolons; else it is content."""
+    """The whole answer is ``{"name": ..., "parameters": {...}}``, several with semicolons between; else content."""
 
     _TAG = "<|python_tag|>"
 
