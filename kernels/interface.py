@@ -42,12 +42,12 @@ class LayerKV:
 
 @dataclass
 class AttentionMeta:
-    """Where each of M packed tokens sits. R requests; all int32 on the device except ``slots`` (int64).
+    """Where each of M packed tokens sits. R requests; all int32 on the device; ``slots`` int64 or int32.
 
     cu_q [R+1]: prefix sums of new tokens per request. kv_len [R]: context including the new tokens.
     block_table [R, P]: padded with the null page. positions [M]. slots [M]: page * page_size + offset of each new
-    token. max_q, max_kv: host ints. decode_only: every request has one new token. cu_q_host, kv_len_host:
-    host copies (lists) for code that must not sync."""
+    token, -1 for padding, which only captured steps have. max_q, max_kv: host ints. decode_only: every request has one
+    new token. cu_q_host, kv_len_host: host copies (lists) for code that must not sync."""
 
     cu_q: torch.Tensor
     kv_len: torch.Tensor

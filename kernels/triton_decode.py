@@ -117,7 +117,7 @@ def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, v
     rh = tl.arange(0, H)
     dt = out_ptr.dtype.element_ty
     pos = kv_len - 1
-    slot = tl.load(slot_ptr + row)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
     pdl_wait(PDL)
     row = row.to(tl.int64)
     q_at = qkv_ptr + row * ((HQ + 2 * HKV) * D) + (kvh * G + rg[:, None]) * D + rh[None, :]
@@ -225,6 +225,7 @@ def decode_attention(
     single = config.split == 0 or config.split >= meta.max_kv
     split = next_power_of_2(max(meta.max_kv, config.block)) if single else config.split
     max_split = 1 if single else triton.cdiv(meta.max_kv, split)
+    assert kv.k.is_contiguous() and kv.v.is_contiguous(), "pages must be contiguous"
     assert split % config.block == 0, f"split {split} is no multiple of the block {config.block}"
     group = shape.num_heads // shape.num_kv_heads
     unused: Any = out

@@ -1,9 +1,8 @@
-"""One packed array from the host -> the arrays that a captured decode step reads at fixed addresses.
+"""The last step of input preparation, on the device: what a captured step reads at fixed addresses.
 
-    packed int32:  [ width | id 0..B | slot 0..B | position 0..B | temperature 0..B | keys 0..2B | pages B x width ]
-
-``temperature`` holds the bits of fp32. A padded row has position -1: it gets length 0, so that attention neither reads
-nor writes for it.
+The host sends one packed array; most of it is read in place. Two parts need work: ids that were sampled by the step
+before exist on the device only, and the page table travels as wide as this step needs while its rows are read at a
+fixed stride.
 """
 
 from __future__ import annotations
@@ -14,50 +13,40 @@ import triton.language as tl
 
 from kernels.triton_common import Launch
 
-HEADER = 1
-FIELDS = 6
-"""Values per row before the page table, keys counting as two."""
 
-
-@triton.jit(do_not_specialize=["B", "table_stride"])
-def prepare_decode_kernel(packed_ptr, last_ptr, ids_ptr, len_ptr, slot_ptr, table_ptr, B, table_stride,
-                          PAGE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid (B,). An id below 0 is the one that the row's engine slot sampled last."""
-    row = tl.program_id(0)
-    width = tl.load(packed_ptr)
-    token = tl.load(packed_ptr + 1 + row)
-    slot = tl.load(packed_ptr + 1 + B + row)
-    position = tl.load(packed_ptr + 1 + 2 * B + row)
-    newest = tl.load(last_ptr + slot).to(tl.int32)
-    tl.store(ids_ptr + row, tl.where(token < 0, newest, token))
-    tl.store(len_ptr + row, position + 1)
-    pages = packed_ptr + 1 + 6 * B + row.to(tl.int64) * width
-    at = tl.maximum(position, 0)
-    page = tl.load(pages + at // PAGE).to(tl.int64)
-    tl.store(slot_ptr + row, page * PAGE + at % PAGE)
+@triton.jit(do_not_specialize=["tokens", "rows", "table_stride"])
+def unpack_inputs_kernel(ids_in_ptr, width_ptr, pages_ptr, last_ptr, ids_ptr, table_ptr, tokens, rows, table_stride,
+                         CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid (max(rows, ceil(tokens / CHUNK)),). An id of -1 - s stands for last[s]."""
+    i = tl.program_id(0)
     c = tl.arange(0, CHUNK)
-    to = table_ptr + row.to(tl.int64) * table_stride
-    for first in range(0, width, CHUNK):
-        inside = first + c < width
-        tl.store(to + first + c, tl.load(pages + first + c, mask=inside, other=0), mask=inside)
+    token = i * CHUNK + c
+    inside = token < tokens
+    given = tl.load(ids_in_ptr + token, mask=inside, other=0)
+    newest = tl.load(last_ptr - 1 - given, mask=inside & (given < 0), other=0).to(tl.int32)
+    tl.store(ids_ptr + token, tl.where(given < 0, newest, given), mask=inside)
+    if i < rows:
+        width = tl.load(width_ptr)
+        source = pages_ptr + i.to(tl.int64) * width
+        to = table_ptr + i.to(tl.int64) * table_stride
+        for first in range(0, width, CHUNK):
+            within = first + c < width
+            tl.store(to + first + c, tl.load(source + first + c, mask=within, other=0), mask=within)
 
 
-def packed_size(batch: int, width: int) -> int:
-    return HEADER + FIELDS * batch + batch * width
-
-
-def prepare_decode(
+def unpack_inputs(
     launch: Launch,
-    packed: torch.Tensor,
+    ids_in: torch.Tensor,
+    width: torch.Tensor,
+    pages: torch.Tensor,
     last: torch.Tensor,
     ids: torch.Tensor,
-    kv_len: torch.Tensor,
-    slots: torch.Tensor,
     table: torch.Tensor,
-    page_size: int,
 ) -> None:
-    """Fills ids, kv_len int32 [B], slots int64 [B] and table int32 [B, >= width] from ``packed`` and ``last``."""
+    """ids_in int32 [M] -> ids int32 [M]; pages, int32 rows of ``width`` [1] entries one after the other -> table int32
+    [R, >= width]. last int64, by engine slot."""
+    tokens, rows, chunk = ids.shape[0], table.shape[0], 256
     launch(
-        prepare_decode_kernel, (ids.shape[0],), packed, last, ids, kv_len, slots, table, ids.shape[0], table.stride(0),
-        PAGE=page_size, CHUNK=256, num_warps=4,
+        unpack_inputs_kernel, (max(rows, triton.cdiv(tokens, chunk)),), ids_in, width, pages, last, ids, table, tokens,
+        rows, table.stride(0), CHUNK=chunk, num_warps=4,
     )  # fmt: skip

@@ -44,12 +44,13 @@ def _rotate_k(src, w_ptr, cos, sin, kc_ptr, vc_ptr, slot, eps, HKV: tl.constexpr
     rh = tl.arange(0, H)
     rd = tl.arange(0, D)
     inside = rr[:, None] < HKV
+    write = rr[:, None] < tl.where(slot >= 0, HKV, 0)
     v = tl.load(src + HKV * D + rr[:, None] * D + rd[None, :], mask=inside, other=0.0)
     a, b = _rotate_heads(src, w_ptr, cos, sin, eps, HKV, KB, D, NORM)
     at = slot * (HKV * D) + rr[:, None] * D
-    tl.store(kc_ptr + at + rh[None, :], a.to(kc_ptr.dtype.element_ty), mask=inside)
-    tl.store(kc_ptr + at + H + rh[None, :], b.to(kc_ptr.dtype.element_ty), mask=inside)
-    tl.store(vc_ptr + at + rd[None, :], v.to(vc_ptr.dtype.element_ty), mask=inside)
+    tl.store(kc_ptr + at + rh[None, :], a.to(kc_ptr.dtype.element_ty), mask=write)
+    tl.store(kc_ptr + at + H + rh[None, :], b.to(kc_ptr.dtype.element_ty), mask=write)
+    tl.store(vc_ptr + at + rd[None, :], v.to(vc_ptr.dtype.element_ty), mask=write)
     to = src + rr[:, None] * D + rh[None, :]
     tl.store(to, a.to(src.dtype.element_ty), mask=inside)
     tl.store(to + H, b.to(src.dtype.element_ty), mask=inside)
@@ -60,7 +61,8 @@ def rope_write_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr,
                       HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
                       QK_NORM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (M, 2): part 0 norms and rotates q in place; part 1 does the same to k, in place and into the cache
-    [pages, PAGE, HKV, D] at slot = page * PAGE + offset, and copies v there. QB, KB >= HQ, HKV: powers of two."""
+    [pages, PAGE, HKV, D] at slot = page * PAGE + offset, and copies v there; a slot below 0 is not written. QB, KB >=
+    HQ, HKV: powers of two."""
     H: tl.constexpr = D // 2
     rh = tl.arange(0, H)
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +74,7 @@ def rope_write_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr,
     if tl.program_id(1) == 0:
         _rotate_q(src, qw_ptr, cos, sin, eps, HQ, D, QB, QK_NORM)
     else:
-        slot = tl.load(slot_ptr + row)
+        slot = tl.load(slot_ptr + row).to(tl.int64)
         _rotate_k(src + HQ * D, kw_ptr, cos, sin, kc_ptr, vc_ptr, slot, eps, HKV, D, KB, QK_NORM)
 
 
@@ -88,6 +90,7 @@ def rope_write(
     sin: torch.Tensor,
 ) -> None:
     """Changes qkv [M, (num_heads + 2 num_kv_heads) * head_dim] in place and writes kv at ``meta.slots``."""
+    assert kv.k.is_contiguous() and kv.v.is_contiguous(), "pages must be contiguous"
     unused: Any = qkv
     launch(
         rope_write_kernel, (qkv.shape[0], 2), qkv, unused if q_norm is None else q_norm,

@@ -131,7 +131,7 @@ class TuningTable:
 def decode_attention_config(batch: int, kv_heads: int, max_kv: int, deterministic: bool = False) -> DecodeConfig:
     """How decode attention is split over the chip.
 
-    Throughput: about 512 programs in all; no split once batch x KV heads alone gives 256. Deterministic: the split
+    Throughput: about 640 programs in all; no split once batch x KV heads alone gives 256. Deterministic: the split
     depends on nothing but the position in the context, so a row's result is the same alone and in a crowd."""
     if deterministic:
         return DecodeConfig(split=512, block=64, stages=3, warps=2)
@@ -140,11 +140,11 @@ def decode_attention_config(batch: int, kv_heads: int, max_kv: int, deterministi
         block, warps = (64, 2) if programs >= 512 else (128, 4)
         return DecodeConfig(split=0, block=block, stages=3, warps=warps, pdl=True, trigger=0)
     split = 128
-    while split < 1024 and split * 512 < programs * max_kv:
+    while split < 1024 and split * 640 < programs * max_kv:
         split *= 2
     if programs <= 32:
         return DecodeConfig(split, block=128, stages=3, warps=4, pdl=True, trigger=1)
-    return DecodeConfig(split, block=32, stages=4, warps=1)
+    return DecodeConfig(split, block=64, stages=3, warps=2)
 
 
 def without_pdl(config: GemmConfig) -> GemmConfig:

@@ -1,51 +1,62 @@
-"""Decode steps as CUDA graphs: one launch for a whole forward pass, sampling included.
+"""Steps as CUDA graphs: one launch for a whole forward pass, sampling included.
 
-A graph is captured per batch size and, where attention splits long contexts, per context bound. A step takes the
-smallest that fits; rows beyond the batch are padding with length 0, which read and write nothing. Everything that
-changes from step to step travels in one packed copy (``kernels.triton_inputs``); ids sampled by the step before are
-already on the device. Two kinds share the inputs: ``ids`` ends in sampled ids (greedy, or temperature alone),
-``logits`` ends in logits for the general sampler.
+Enqueueing a pass kernel by kernel costs the host 10 to 20 ms at 36 layers, more than the device needs for a few hundred
+tokens. So every step that fits runs from a graph:
+
+* decode: every row has one new token. Captured per number of rows and, where attention splits long contexts, per bound
+  of the context;
+* mixed: prefill chunks and decode rows together, packed. Captured per number of tokens and of rows.
+
+A step takes the smallest graph that holds it; the rest is padding that reads and writes nothing. Each comes in two
+kinds: ``ids`` ends in sampled ids (greedy, or temperature alone), ``logits`` ends in logits for the general sampler.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from kernels.interface import AttentionMeta, Draw, LayerKV
 from kernels.triton_common import Launcher
-from kernels.triton_inputs import FIELDS, HEADER, packed_size, prepare_decode
+from kernels.triton_inputs import unpack_inputs
 from kernels.tuning import decode_attention_config
-from replica import noise
 from replica.batch import Row
+from replica.graph_inputs import GraphInputs, Layout
 from replica.model import Decoder
-from replica.sampler import GREEDY_BELOW
 
 log = logging.getLogger("everwarm.replica")
 
 Kind = Literal["ids", "logits"]
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-CONTEXTS = (2048, 8192, 32768)
-"""Bounds of the context in tokens; a grid made for far more splits than there are costs up to half a kernel."""
-DEPTH = 3
-"""Steps whose packed inputs may be in flight."""
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+CONTEXTS = (1280, 2560, 5120, 10240, 40960)
+"""Bounds of the context, tokens: a grid made for far more splits than there are costs up to half a kernel."""
+MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MIXED_ROWS = (16, 64, 256)
 
 
-@dataclass
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    output: torch.Tensor
+@dataclass(frozen=True)
+class Key:
+    """``tokens`` = ``rows`` and ``mixed`` False for decode. ``bound``: of the context."""
+
+    kind: Kind
+    mixed: bool
+    tokens: int
+    rows: int
+    bound: int
 
 
-class DecodeGraphs:
-    """Captured decode steps over one decoder and its pages. ``last`` int64 [max_batch + 1]: newest id per engine slot;
-    its last entry is the padding's."""
+def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
+    return [s for s in sizes if s < largest] + [largest]
+
+
+class StepGraphs:
+    """Captured steps over one decoder and its pages. ``last`` int64 [max_batch + 1]: newest id per engine slot; its
+    last entry is the padding's. At most ``max_tokens`` tokens in a mixed step."""
 
     def __init__(
         self,
@@ -54,138 +65,128 @@ class DecodeGraphs:
         last: torch.Tensor,
         *,
         page_size: int,
-        max_batch: int,
         max_context: int,
+        max_tokens: int,
     ) -> None:
-        device = last.device
+        max_rows = last.shape[0] - 1
         self._decoder, self._kv, self._last = decoder, kv, last
-        self._page_size = page_size
-        self.sizes = [s for s in SIZES if s < max_batch] + [min(max_batch, SIZES[-1])]
+        self._decode_rows = _up_to(DECODE_ROWS, min(max_rows, DECODE_ROWS[-1]))
+        self._mixed_rows = _up_to(MIXED_ROWS, min(max_rows, MIXED_ROWS[-1]))
+        self._mixed_tokens = _up_to(MIXED_TOKENS, min(max_tokens, MIXED_TOKENS[-1]))
+        self._bounds = {rows: self._bounds_of(rows, max_context) for rows in self._decode_rows}
         self.max_context = max_context
         width = -(-max_context // page_size)
-        biggest = packed_size(self.sizes[-1], width)
-        self._launch = Launcher(device)
-        self._packed = torch.zeros(biggest, dtype=torch.int32, device=device)
-        self._staging = [torch.zeros(biggest, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
-        self._copied = [torch.cuda.Event() for _ in range(DEPTH)]
-        self._turn = 0
-        self._ids = torch.zeros(self.sizes[-1], dtype=torch.int32, device=device)
-        self._kv_len = torch.zeros(self.sizes[-1], dtype=torch.int32, device=device)
-        self._slots = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
-        self._table = torch.zeros(self.sizes[-1], width, dtype=torch.int32, device=device)
-        self._cu_q = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
-        self._bounds = {size: self._bounds_of(size) for size in self.sizes}
-        self._graphs: dict[tuple[Kind, int, int], _Captured] = {}
-        self.replays = 0
+        rows = max(self._decode_rows[-1], self._mixed_rows[-1])
+        largest = Layout(max(rows, self._mixed_tokens[-1]), rows).size(width)
+        self.inputs = GraphInputs(last.device, page_size, max_rows, largest)
+        self._launch = Launcher(last.device)
+        self._ids = torch.zeros(max(rows, self._mixed_tokens[-1]), dtype=torch.int32, device=last.device)
+        self._table = torch.zeros(rows, width, dtype=torch.int32, device=last.device)
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.replays = {"decode": 0, "mixed": 0}
+
+    def _bounds_of(self, rows: int, max_context: int) -> list[int]:
+        heads = self._decoder.shape.num_kv_heads
+        splits = decode_attention_config(rows, heads, max_context).split != 0
+        return _up_to(CONTEXTS, max_context) if splits else [max_context]
 
     # --- capture
 
+    def keys(self, kinds: Sequence[Kind]) -> Iterator[Key]:
+        """Largest first, so that workspaces and the shared memory pool have their final size early."""
+        for kind in kinds:
+            for tokens in reversed(self._mixed_tokens):
+                for rows in reversed(self._mixed_rows):
+                    if rows <= tokens or rows == self._mixed_rows[0]:
+                        yield Key(kind, True, tokens, rows, self.max_context)
+            for rows in reversed(self._decode_rows):
+                for bound in reversed(self._bounds[rows]):
+                    yield Key(kind, False, rows, rows, bound)
+
     def capture(self, kinds: Sequence[Kind]) -> None:
-        """Runs every graph's work once, which compiles what is missing, then captures it; largest first, so that
-        workspaces and the shared memory pool have their final size early."""
+        """Runs every graph's work once, which compiles what is missing, then captures it."""
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            for size in reversed(self.sizes):
-                for bound in self._bounds[size]:
-                    for kind in kinds:
-                        self._graphs[kind, size, bound] = self._capture_one(kind, size, bound, pool)
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            for key in self.keys(kinds):
+                self._blank(key)
+                self._forward(key)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    output = self._forward(key)
+                finally:
+                    graph.capture_end()
+                self._graphs[key] = (graph, output)
         torch.cuda.synchronize()
-        log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+        log.info("captured %d steps in %.1f s", len(self._graphs), time.perf_counter() - started)
 
-    def _capture_one(self, kind: Kind, size: int, bound: int, pool: Any) -> _Captured:
-        # Everything is padding during capture: positions -1, so that no page is written.
-        self._packed[HEADER + 2 * size : HEADER + 3 * size] = -1
-        self._packed[HEADER + size : HEADER + 2 * size] = self._last.shape[0] - 1
-        self._packed[0] = 1
-        self._forward(kind, size, bound)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            output = self._forward(kind, size, bound)
-        finally:
-            graph.capture_end()
-        return _Captured(graph, output)
+    def _blank(self, key: Key) -> None:
+        """All padding, so that capturing writes to no page."""
+        layout = Layout(key.tokens, key.rows)
+        self.inputs.packed[: layout.size(1)] = 0
+        self.inputs.field(layout, "width").fill_(1)
+        self.inputs.field(layout, "slots").fill_(-1)
+        self.inputs.field(layout, "engine").fill_(self._last.shape[0] - 1)
 
-    def _bounds_of(self, size: int) -> list[int]:
-        """Context bounds worth a graph of their own at this size: one if attention does not split."""
-        heads = self._decoder.shape.num_kv_heads
-        if decode_attention_config(size, heads, self.max_context).split == 0:
-            return [self.max_context]
-        return [c for c in CONTEXTS if c < self.max_context] + [self.max_context]
-
-    def _forward(self, kind: Kind, size: int, bound: int) -> torch.Tensor:
-        decoder = self._decoder
-        ids, kv_len, slots, table = self._ids[:size], self._kv_len[:size], self._slots[:size], self._table[:size]
-        prepare_decode(self._launch, self._packed, self._last, ids, kv_len, slots, table, self._page_size)
-        meta = AttentionMeta(
-            cu_q=self._cu_q[: size + 1], kv_len=kv_len, block_table=table, positions=self._field(2, size), slots=slots,
-            page_size=self._page_size, max_q=1, max_kv=bound, decode_only=True, cu_q_host=list(range(size + 1)),
-            kv_len_host=[bound] * size,
+    def _forward(self, key: Key) -> torch.Tensor:
+        layout, inputs, decoder = Layout(key.tokens, key.rows), self.inputs, self._decoder
+        ids, table = self._ids[: key.tokens], self._table[: key.rows]
+        unpack_inputs(
+            self._launch, inputs.field(layout, "ids"), inputs.field(layout, "width"), inputs.field(layout, "pages"),
+            self._last, ids, table,
         )  # fmt: skip
-        stream = decoder.hidden(ids, self._kv, meta, None)
-        if kind == "logits":
+        meta = AttentionMeta(
+            cu_q=inputs.field(layout, "cu_q"), kv_len=inputs.field(layout, "kv_len"), block_table=table,
+            positions=inputs.field(layout, "positions"), slots=inputs.field(layout, "slots"),
+            page_size=inputs.page_size, max_q=key.tokens if key.mixed else 1, max_kv=key.bound,
+            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], extra={"new_tokens": (key.rows, key.rows)},
+        )  # fmt: skip
+        stream = decoder.hidden(ids, self._kv, meta, inputs.field(layout, "sample") if key.mixed else None)
+        if key.kind == "logits":
             return decoder.logits(stream, None)
-        keys = self._packed[HEADER + 4 * size : HEADER + 6 * size].view(size, 2)
-        draw = Draw(self._field(3, size).view(torch.float32), keys, self._last, self._field(1, size))
-        return decoder.sample(stream, draw)
-
-    def _field(self, index: int, size: int) -> torch.Tensor:
-        return self._packed[HEADER + index * size : HEADER + (index + 1) * size]
+        temperature = inputs.field(layout, "temperature").view(torch.float32)
+        keys = inputs.field(layout, "keys").view(key.rows, 2)
+        return decoder.sample(stream, Draw(temperature, keys, self._last, inputs.field(layout, "engine")))
 
     # --- a step
 
-    def find(self, rows: list[Row], kind: Kind) -> tuple[Kind, int, int] | None:
-        """The key of the smallest graph that holds the rows; None: not a decode step, or too large for any."""
-        if len(rows) > self.sizes[-1] or any(len(row.token_ids) != 1 or row.num_samples != 1 for row in rows):
+    def find(self, rows: list[Row], kind: Kind) -> Key | None:
+        """The smallest graph that holds the batch; None: too large, or a row samples more than once."""
+        tokens = sum(len(row.token_ids) for row in rows)
+        longest = max(row.start + len(row.token_ids) for row in rows)
+        if any(row.num_samples > 1 for row in rows) or longest > self.max_context:
             return None
-        size = next(s for s in self.sizes if s >= len(rows))
-        longest = max(row.start for row in rows) + 1
-        for bound in self._bounds[size]:
-            if longest <= bound:
-                key = (kind, size, bound)
-                return key if key in self._graphs else None
-        return None
+        mixed = tokens != len(rows) or any(row.num_samples == 0 for row in rows)
+        if mixed:
+            key = Key(
+                kind, True, _least(self._mixed_tokens, tokens), _least(self._mixed_rows, len(rows)), self.max_context
+            )
+        else:
+            size = _least(self._decode_rows, tokens)
+            key = Key(kind, False, size, size, _least(self._bounds.get(size, []), longest))
+        return key if key in self._graphs else None
 
-    def run(self, rows: list[Row], key: tuple[Kind, int, int]) -> torch.Tensor:
-        """Enqueues one step: ids int32 [len(rows)] (-1: a logit was not finite), or logits fp32 [len(rows), vocab].
-        The output is overwritten by the next replay."""
-        self._fill(rows, key[1])
-        captured = self._graphs[key]
-        captured.graph.replay()
-        self.replays += 1
-        return captured.output[: len(rows)]
-
-    def _fill(self, rows: list[Row], size: int) -> None:
-        n = len(rows)
-        starts = np.fromiter((row.start for row in rows), np.int32, n)
-        pages = starts // self._page_size + 1
-        width = int(pages.max())
-        self._turn = (self._turn + 1) % DEPTH
-        self._copied[self._turn].synchronize()
-        staging = self._staging[self._turn][: packed_size(size, width)]
-        packed = staging.numpy()
-        packed[0] = width
-        fields = packed[HEADER : HEADER + 4 * size].reshape(4, size)
-        fields[:, n:] = [[0], [self._last.shape[0] - 1], [-1], [0]]
-        fields[0, :n] = np.fromiter((row.token_ids[0] for row in rows), np.int32, n)
-        fields[1, :n] = np.fromiter((row.slot for row in rows), np.int32, n)
-        fields[2, :n] = starts
-        temperature = fields[3].view(np.float32)
-        temperature[:n] = [row.sampling.temperature for row in rows]
-        temperature[:n][temperature[:n] < GREEDY_BELOW] = 0
-        if temperature.any():
-            seeds = np.array([row.sampling.seed for row in rows], np.uint64)
-            positions = np.fromiter((row.position_base for row in rows), np.int64, n)
-            packed[HEADER + 4 * size : HEADER + 4 * size + 2 * n] = noise.keys(seeds, positions).reshape(-1)
-        table = packed[HEADER + FIELDS * size :].reshape(size, width)
-        for i, row in enumerate(rows):
-            table[i, : pages[i]] = row.pages[: pages[i]]
-        table[n:, 0] = 0
-        self._packed[: len(packed)].copy_(staging, non_blocking=True)
-        self._copied[self._turn].record()
+    def run(self, rows: list[Row], key: Key) -> torch.Tensor:
+        """Enqueues one step: ids int32 (-1: a logit was not finite) or logits fp32 [., vocab] of the sampled rows in
+        order. The output is overwritten by the next replay."""
+        self.inputs.send(rows, Layout(key.tokens, key.rows))
+        graph, output = self._graphs[key]
+        graph.replay()
+        self.replays["mixed" if key.mixed else "decode"] += 1
+        return output[: sum(row.num_samples for row in rows)]
 
     def describe(self) -> dict[str, Any]:
-        return {"sizes": self.sizes, "graphs": len(self._graphs), "replays": self.replays}
+        return {
+            "graphs": len(self._graphs),
+            "decode_rows": self._decode_rows,
+            "mixed_tokens": self._mixed_tokens,
+            "mixed_rows": self._mixed_rows,
+            "replays": dict(self.replays),
+        }
+
+
+def _least(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest size that is enough, or 0."""
+    return next((s for s in sizes if s >= wanted), 0)

@@ -28,7 +28,7 @@ from replica.prompt_logprobs import PromptLogprobs, PromptScores
 from replica.sampler import Sampled, SamplePlan, Sampler
 
 if TYPE_CHECKING:
-    from replica.graphs import DecodeGraphs, Kind
+    from replica.graphs import Key, Kind, StepGraphs
 
 log = logging.getLogger("everwarm.replica")
 
@@ -137,9 +137,9 @@ class ModelRunner:
         self._inputs = InputBuilder(self._device, config.page_size)
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._no_graphs = self._capture()
-        """Why decode steps are not replayed from CUDA graphs; empty when they are."""
+        """Why steps are not replayed from CUDA graphs; empty when they are."""
         self._steps = 0
         self._before: _Pending | None = None
         """The step enqueued last."""
@@ -225,17 +225,17 @@ class ModelRunner:
             assert layer.k[0].count_nonzero() == 0 and layer.v[0].count_nonzero() == 0, "the null page was written"
 
     def _capture(self) -> str:
-        """Captures decode steps where that is possible; else returns why not."""
+        """Captures steps where that is possible; else returns why not."""
         if self._device.type != "cuda":
             return "CUDA graphs need a GPU"
         if (why := self._ops.capturable) is not None:
             return why
-        from replica.graphs import DecodeGraphs  # Triton, which a CPU replica does without
+        from replica.graphs import StepGraphs  # Triton, which a CPU replica does without
 
         context = min(self.max_model_len, (self.num_pages - 1) * self.config.page_size)
-        self._graphs = DecodeGraphs(
-            self._decoder, self._kv, self._sampler.last, page_size=self.config.page_size,
-            max_batch=self.config.max_batch_size, max_context=context,
+        self._graphs = StepGraphs(
+            self._decoder, self._kv, self._sampler.last, page_size=self.config.page_size, max_context=context,
+            max_tokens=self.config.chunk_size,
         )  # fmt: skip
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
         return ""
@@ -273,13 +273,13 @@ class ModelRunner:
         self._before = _Pending(batch, sampled, [scores and scores.to_host() for scores in prompt], started, faults)
         return self._before
 
-    def _replay(self, batch: Batch, plan: SamplePlan, key: tuple[Kind, int, int], started: float) -> _Pending:
+    def _replay(self, batch: Batch, plan: SamplePlan, key: Key, started: float) -> _Pending:
         assert self._graphs is not None
         out = self._graphs.run(batch.rows, key)
-        faults: dict[int, str] = {}
-        if key[0] == "ids":
+        sampled, faults = None, {}
+        if plan.samples and key.kind == "ids":
             sampled = Sampled(out, None, None, None).to_host()
-        else:
+        elif plan.samples:
             faults = self._make_masks(batch.rows)
             sampled = self._sampler.sample(out, plan).to_host()
         self._before = _Pending(batch, sampled, [], started, faults)

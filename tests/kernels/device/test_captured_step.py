@@ -1,0 +1,112 @@
+"""The work of a captured step, run without capture: padded tokens and rows, ids fed from the device, fixed addresses.
+Compared with the same step through the general inputs; on a GPU also through a real graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.interface import Draw, LayerKV
+from kernels.triton_ops import TritonOps
+from kernels.tuning import TuningTable
+from replica.batch import FROM_DEVICE, Row
+from replica.graphs import Key, StepGraphs
+from replica.inputs import InputBuilder
+from replica.model import Decoder, random_model, tiny_config
+from router.wire import Sampling
+
+CONTEXT, SLOTS = 128, 12
+
+
+class Ops(TritonOps):
+    def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+def setup(device: torch.device) -> tuple[StepGraphs, Decoder, torch.Tensor]:
+    config = tiny_config("qwen3", head_dim=32, num_layers=2, vocab_size=192)
+    decoder = Decoder(config, random_model(config, 0, device=device), Ops(device, table=TuningTable()), CONTEXT)
+    last = torch.arange(SLOTS + 1, device=device) * 3 + 1
+    kv = [LayerKV(*(torch.randn(40, 16, config.num_kv_heads, 32, device=device) for _ in range(2))) for _ in range(2)]
+    return StepGraphs(decoder, kv, last, page_size=16, max_context=CONTEXT, max_tokens=48), decoder, last
+
+
+def batch(counts: list[int], starts: list[int], samples: list[int]) -> list[Row]:
+    rng = np.random.default_rng(len(counts))
+    pages = iter(rng.permutation(39) + 1)
+    rows = []
+    for i, (count, start, num_samples) in enumerate(zip(counts, starts, samples, strict=True)):
+        ids = rng.integers(0, 192, count).astype(np.int32) if count > 1 or i == 1 else np.array([FROM_DEVICE], np.int32)
+        mine = np.array([next(pages) for _ in range(-(-(start + count) // 16))], np.int32)
+        sampling = Sampling(temperature=0.0 if i % 2 else 0.9, seed=i)
+        rows.append(Row(i + 2, start, ids, mine, num_samples, sampling, position_base=start + count))
+    return rows
+
+
+CASES = [
+    ([1, 1, 1], [20, 0, 47], [1, 1, 1], Key("ids", False, 4, 4, CONTEXT)),
+    ([1], [95], [1], Key("ids", False, 1, 1, CONTEXT)),
+    ([20, 1, 7], [0, 33, 16], [0, 1, 1], Key("ids", True, 32, 12, CONTEXT)),
+    ([1, 30], [40, 0], [1, 1], Key("logits", True, 32, 12, CONTEXT)),
+]
+
+
+@pytest.mark.parametrize(("counts", "starts", "samples", "key"), CASES)
+def test_padding_changes_nothing(
+    device: torch.device, counts: list[int], starts: list[int], samples: list[int], key: Key
+) -> None:
+    graphs, decoder, last = setup(device)
+    rows = batch(counts, starts, samples)
+    before = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
+    was = last.clone()
+    if device.type == "cuda":
+        graphs.capture([key.kind])
+        assert all(torch.equal(x.k, k) and torch.equal(x.v, v) for x, (k, v) in zip(graphs._kv, before, strict=True))
+        last.copy_(was)
+        found = graphs.find(rows, key.kind)
+        assert found is not None and (found.mixed, found.bound) == (key.mixed, key.bound)
+        out = graphs.run(rows, found)
+    else:
+        from replica.graph_inputs import Layout
+
+        graphs._blank(key)
+        graphs.inputs.send(rows, Layout(key.tokens, key.rows))
+        out = graphs._forward(key)[: sum(samples)]
+    after = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
+    new_last = last.clone()
+    for layer, (k, v) in zip(graphs._kv, before, strict=True):
+        layer.k.copy_(k), layer.v.copy_(v)
+    last.copy_(was)
+    inputs = InputBuilder(device, 16).build(rows)
+    ids = torch.where(inputs.ids < 0, last[inputs.slots_of_tokens], inputs.ids)
+    stream = decoder.hidden(ids, graphs._kv, inputs.meta, inputs.sample_rows)
+    for (k, v), layer, (old_k, old_v) in zip(after, graphs._kv, before, strict=True):
+        assert torch.allclose(k, layer.k, atol=1e-5) and torch.allclose(v, layer.v, atol=1e-5)
+        untouched = torch.ones(40 * 16, dtype=torch.bool, device=device)
+        untouched[inputs.meta.slots] = False
+        assert torch.equal(k.flatten(0, 1)[untouched], old_k.flatten(0, 1)[untouched])
+        assert torch.equal(v.flatten(0, 1)[untouched], old_v.flatten(0, 1)[untouched])
+    if key.kind == "logits":
+        assert torch.allclose(out, decoder.logits(stream, None), atol=1e-4)
+        return
+    layout_rows = [row for row in rows if row.num_samples]
+    temperature = torch.tensor([row.sampling.temperature for row in layout_rows], device=device)
+    from replica import noise
+
+    keys = noise.keys(np.array([r.sampling.seed for r in layout_rows], np.uint64),
+                      np.array([r.position_base for r in layout_rows]))  # fmt: skip
+    want = decoder.sample(stream, Draw(temperature, torch.from_numpy(keys).to(device)))
+    assert out.tolist() == want.tolist()
+    expected = was.clone()
+    expected[torch.tensor([row.slot for row in layout_rows], device=device)] = want.long()
+    assert torch.equal(new_last[:SLOTS], expected[:SLOTS])
+
+
+def test_find_refuses_what_no_graph_holds(device: torch.device) -> None:
+    graphs, *_ = setup(device)
+    for rows in (batch([49], [0], [1]), batch([1, 1], [5, 5], [1, 1])):
+        assert graphs.find(rows, "ids") is None  # nothing is captured yet
+    keys = list(graphs.keys(["ids"]))
+    assert len(keys) == len(set(keys)) and keys[0].tokens == 48
+    assert {k.rows for k in keys if not k.mixed} == {1, 2, 4, 8, 12}
