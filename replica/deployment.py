@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class ReplicaActor:
         self._drain_timeout_s = drain_timeout_s
         self._name = serve.get_replica_context().replica_id.unique_id
         self._engine, self._server = await asyncio.to_thread(make, self._name)
+        gc.freeze()  # full collections over the libraries' objects would show as long steps
         self._engine.start()
         self._address = await self._listen(ray.util.get_node_ip_address() if host == "auto" else host, ports)
         log.info("replica %s serves tokens at %s:%d, pid %d", self._name, *self._address, os.getpid())
