@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -50,7 +54,6 @@ class Metrics:
             return Counter(f"{prefix}:{name}", text, labels, registry=registry).labels(model)
 
         self._ttft = histogram("time_to_first_token_seconds", "Admission to first token.", _TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one stream.", _ITL)
         self._e2e = histogram("e2e_request_latency_seconds", "Admission to last token.", _E2E)
         self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._output_size = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
@@ -58,7 +61,8 @@ class Metrics:
         self._cached = counter("prompt_tokens_cached", "Prompt tokens found in the page cache.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the page cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the page cache.")
-        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._tokens = _TokenTimes(prefix, model)
+        registry.register(self._tokens)
         self._success = Counter(
             f"{prefix}:request_success",
             "Answers by finish reason.",
@@ -84,12 +88,14 @@ class Metrics:
         self._queries.inc(num_prompt)
         self._cached.inc(num_cached)
         self._hits.inc(num_cached)
-        self._generated.inc()
+        self._tokens.generated += 1
 
     def tokens(self, count: int, seconds: float) -> None:
         """``count`` tokens that came together, ``seconds`` after the one before them."""
-        self._itl.observe(seconds / count)
-        self._generated.inc(count)
+        times, interval = self._tokens, seconds / count
+        times.generated += count
+        times.seconds += interval
+        times.counts[bisect_left(_ITL, interval)] += 1
 
     def finished(self, reason: str, seconds: float, num_tokens: int) -> None:
         self._e2e.observe(seconds)
@@ -110,6 +116,28 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_Engines(self._prefix, self._model, list(engines)))
         return generate_latest(self.registry) + generate_latest(registry)
+
+
+class _TokenTimes(Collector):
+    """What is counted per token: plain numbers, since prometheus_client's lock and search its buckets each time."""
+
+    def __init__(self, prefix: str, model: str) -> None:
+        self._prefix, self._labels = prefix, [model]
+        self.generated = 0
+        self.seconds = 0.0
+        self.counts = [0] * (len(_ITL) + 1)
+        """Intervals by bucket; the last is beyond all of them."""
+
+    def collect(self) -> Iterable[Metric]:
+        times = HistogramMetricFamily(
+            f"{self._prefix}:inter_token_latency_seconds", "Time between tokens of one stream.", labels=["model_name"]
+        )
+        limits = [*map(floatToGoString, _ITL), "+Inf"]
+        times.add_metric(self._labels, list(zip(limits, accumulate(self.counts), strict=True)), self.seconds)
+        yield times
+        generated = CounterMetricFamily(f"{self._prefix}:generation_tokens", "Tokens generated.", labels=["model_name"])
+        generated.add_metric(self._labels, self.generated)
+        yield generated
 
 
 class _Engines:
