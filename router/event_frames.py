@@ -57,7 +57,8 @@ class Load:
         counts, coefficients = raw[:6], raw[6]
         if not all(type(n) is int and n >= 0 for n in counts) or not all(_is_number(c) for c in coefficients):
             raise ProtocolError(f"load out of range: {raw[:7]!r:.120}")
-        return cls(*counts, tuple(coefficients))
+        queued, running, waiting, context, free, evictable = counts
+        return cls(queued, running, waiting, context, free, evictable, tuple(coefficients))
 
 
 def _is_number(value: Any) -> bool:
