@@ -32,6 +32,7 @@ class Work:
         self.hashes = chain(self._root, self._prompt, root.page_size)
         self.keys = [key64(page) for page in self.hashes]
         self._prompt_logprobs_sent = False
+        self._max_tokens = job.sampling.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -43,9 +44,10 @@ class Work:
             self.emitted.extend(delta.ids)
         except (OverflowError, TypeError) as error:
             raise EngineFault(f"the replica sent token ids that are none: {error}") from None
-        if len(self.emitted) > self.job.sampling.max_tokens:
-            raise EngineFault(f"the replica sent more than max_tokens = {self.job.sampling.max_tokens} tokens")
-        self._prompt_logprobs_sent |= delta.prompt_logprobs is not None
+        if len(self.emitted) > self._max_tokens:
+            raise EngineFault(f"the replica sent more than max_tokens = {self._max_tokens} tokens")
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs_sent = True
 
     def submit(self, request_id: str, deadline_ms: int | None) -> Submit:
         """The request from here on: nothing that was emitted is sampled again, and positions go on counting."""

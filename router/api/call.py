@@ -71,7 +71,7 @@ class Call:
         await self.send({"type": "http.response.start", "status": 200, "headers": self._headers(sse.HEADERS)})
 
     async def event(self, data: bytes) -> None:
-        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, data: bytes) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -152,7 +152,7 @@ class _Chat(ChunkedAnswering):
         return replace(run.usage(), reasoning_tokens=spent)
 
     def _extras(
-        self, body: dict[str, Any], records: list[TokenRecord], piece: Piece, answer: _Answer
+        self, body: dict[str, Any], records: Sequence[TokenRecord], piece: Piece, answer: _Answer
     ) -> dict[str, Any]:
         request = self._request
         wanted = request.logprobs and records

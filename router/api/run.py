@@ -104,11 +104,18 @@ class Run:
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Pieces of all choices as they come. Raises ApiError or BackendError when an answer can't be finished."""
-        source = self._deltas_of(self.choices[0]) if len(self.choices) == 1 else self._merged()
+        if len(self.choices) == 1:
+            choice = self.choices[0]
+            async for delta in self._deltas_of(choice):
+                if piece := self._feed(choice, delta):
+                    yield choice, piece
+                if choice.output.finished:
+                    return
+            raise _broken_off()
+        source = self._merged()
         try:
             async for choice, delta in source:
-                piece = self._feed(choice, delta)
-                if piece:
+                if piece := self._feed(choice, delta):
                     yield choice, piece
         finally:
             await source.aclose()
@@ -148,11 +155,12 @@ class Run:
             choice.num_cached = delta.num_cached
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish not in (None, Finish.STOP, Finish.LENGTH):
+        if delta.finish is not None and delta.finish not in (Finish.STOP, Finish.LENGTH):
             raise _failure(delta, self.plan)
-        before = choice.output.num_tokens
-        piece = choice.output.feed(delta.ids, delta.logprobs, delta.finish)
-        self._observe(choice, choice.output.num_tokens - before, piece)
+        output = choice.output
+        before = output.num_tokens
+        piece = output.feed(delta.ids, delta.logprobs, delta.finish)
+        self._observe(choice, output.num_tokens - before, piece)
         if piece.finish_reason is not None and delta.finish is None:
             choice.ticket.cancel()
         return piece
@@ -168,13 +176,9 @@ class Run:
         if piece.finish_reason is not None:
             self.metrics.finished(piece.finish_reason, time.monotonic() - self.started_s, choice.output.num_tokens)
 
-    async def _deltas_of(self, choice: Choice) -> AsyncGenerator[tuple[Choice, TokenDelta], None]:
+    def _deltas_of(self, choice: Choice) -> AsyncIterator[TokenDelta]:
         budget = self.plan.reasoning
-        async for delta in choice.ticket.deltas() if budget is None else self._limited(choice, budget):
-            yield choice, delta
-            if choice.output.finished:
-                return
-        raise ApiError(502, "the engine's stream ended before the answer did", code="engine_error")
+        return choice.ticket.deltas() if budget is None else self._limited(choice, budget)
 
     async def _limited(self, choice: Choice, budget: ReasoningBudget) -> AsyncGenerator[TokenDelta, None]:
         """A choice's deltas; when its reasoning has used up the budget, the block is closed and the rest goes on."""
@@ -210,10 +214,13 @@ class Run:
 
         async def pump(choice: Choice) -> None:
             try:
-                async for item in self._deltas_of(choice):
-                    await queue.put(item)
-                    if item[1].finish is not None:
+                async for delta in self._deltas_of(choice):
+                    await queue.put((choice, delta))
+                    if delta.finish is not None or choice.output.finished:
                         break
+                else:
+                    if not choice.output.finished:
+                        raise _broken_off()
                 await queue.put(None)
             except Exception as error:
                 await queue.put(error)
@@ -232,6 +239,10 @@ class Run:
         finally:
             for task in self._pumps:
                 task.cancel()
+
+
+def _broken_off() -> ApiError:
+    return ApiError(502, "the engine's stream ended before the answer did", code="engine_error")
 
 
 def _job(plan: Plan, prompt: Prompt, index: int, prefix: str) -> Job:

@@ -17,11 +17,6 @@ HEADERS = [
 ]
 
 
-def escape(text: str) -> bytes:
-    """A JSON string literal, UTF-8."""
-    return encode_basestring(text).encode()
-
-
 def event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
@@ -39,22 +34,23 @@ class Chunks:
         self._head = b"data: " + dumps(self._base)[:-1] + b',"choices":[{"index":'
         self._usage_field = usage_field
         self._tail = b'}],"usage":null}\n\n' if usage_field else b"}]}\n\n"
+        self._chat_tail = b'},"logprobs":null,"finish_reason":null' + self._tail
+        self._completion_tail = b',"logprobs":null,"finish_reason":null' + self._tail
         self._heads: dict[int, bytes] = {}
 
-    def head(self, index: int) -> bytes:
-        head = self._heads.get(index)
-        if head is None:
-            head = self._heads[index] = self._head + str(index).encode() + b","
+    def _head_of(self, index: int, field: bytes) -> bytes:
+        """Of a response's text chunks; all of them have the same ``field``."""
+        head = self._heads[index] = self._head + str(index).encode() + b"," + field
         return head
 
     def chat_text(self, index: int, text: str) -> bytes:
         """A chunk with nothing but content."""
-        body = b'"delta":{"content":' + escape(text) + b'},"logprobs":null,"finish_reason":null'
-        return self.head(index) + body + self._tail
+        head = self._heads.get(index) or self._head_of(index, b'"delta":{"content":')
+        return head + encode_basestring(text).encode() + self._chat_tail
 
     def completion_text(self, index: int, text: str) -> bytes:
-        body = b'"text":' + escape(text) + b',"logprobs":null,"finish_reason":null'
-        return self.head(index) + body + self._tail
+        head = self._heads.get(index) or self._head_of(index, b'"text":')
+        return head + encode_basestring(text).encode() + self._completion_tail
 
     def full(
         self, choice: dict[str, Any], usage: dict[str, object] | None, extra: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from router.text.detokenizer import Detokenizer
 from router.text.stops import StopMatcher, StopStrings
@@ -46,7 +46,7 @@ class Piece:
     """What became certain with one delta."""
 
     text: str = ""
-    tokens: list[TokenRecord] = field(default_factory=list)
+    tokens: Sequence[TokenRecord] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -68,6 +68,9 @@ class OutputStream:
         )
         self._tokenizer = tokenizer
         self._matcher = StopMatcher(options.stops) if options.stops else None
+        self._plain = self._matcher is None and not options.keep_tokens
+        """Nothing is held back or recorded, so a token that isn't marked is its text and no more."""
+        self._marked = options.stop_token_ids.union(() if options.watch_id is None else (options.watch_id,))
         self._records: deque[TokenRecord] = deque()
         self._decoded = 0
         self._shown = 0
@@ -80,6 +83,12 @@ class OutputStream:
         """After a piece with a finish_reason, further ids are ignored (the engine learns of the stop later)."""
         if self.finished:
             return Piece()
+        if finish is None and self._plain and self._marked.isdisjoint(ids):
+            text = "".join(map(self._detokenizer.feed, ids))
+            self.num_tokens += len(ids)
+            self._decoded += len(text)
+            self._shown += len(text)
+            return Piece(text)
         options, matcher = self._options, self._matcher
         shown: list[str] = []
         reason, stop_reason, stop_text = finish, None, ""
