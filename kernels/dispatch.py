@@ -42,6 +42,8 @@ class Site:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    deterministic: bool = False
+    """Results must not depend on the batch: only candidates that promise this may run."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,27 @@ class Candidate:
 
 
 def _torch_candidate() -> Candidate:
-    return Candidate("torch", False, lambda site: TorchOps(site.device, site.dtype))
+    def decline(operation: str, site: Site) -> str | None:
+        if site.deterministic and site.device.type == "cuda":
+            return "cuBLAS orders its additions by the batch, which deterministic=true forbids"
+        return None
+
+    return Candidate("torch", False, lambda site: TorchOps(site.device, site.dtype), decline)
 
 
 def _triton_candidate() -> Candidate:
     def make(site: Site) -> Any:
         from kernels.triton_ops import TritonOps
 
-        return TritonOps(site.device)
+        return TritonOps(site.device, deterministic=site.deterministic)
 
     def decline(operation: str, site: Site) -> str | None:
         if site.device.type != "cuda":
             return f"Triton kernels need a CUDA device, this is {site.device.type}"
         if site.dtype != torch.bfloat16:
             return f"Triton kernels are written for bfloat16, this is {str(site.dtype).removeprefix('torch.')}"
+        if operation == "attention" and (site.head_dim < 32 or site.head_dim & (site.head_dim - 1)):
+            return f"head_dim {site.head_dim} is not a power of two of at least 32"
         return None
 
     return Candidate("triton", True, make, decline)
@@ -134,6 +143,11 @@ class Dispatch:
         """Why a decode step can't be captured in a CUDA graph, or None: attention must not look at host lengths."""
         ops, why = self._chosen["attention"]
         return None if getattr(ops, "capturable", False) else f"attention is {why}"
+
+    @property
+    def compiled(self) -> int:
+        """Distinct compiled kernels launched so far; constant once everything is warm."""
+        return sum(getattr(ops, "compiled", 0) for ops in self._made.values())
 
     def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head."""

@@ -56,9 +56,9 @@ def next_power_of_2(n: int) -> int:
 
 def _trait(arg: Any, fixed: bool) -> Any:
     """What Triton specializes a kernel on, for one argument: types, alignment to 16 bytes, integers that are 1 or
-    multiples of 16. ``fixed``: the kernel is not specialized on its value."""
+    multiples of 16. ``fixed``: the kernel is not specialized on its value or alignment."""
     if isinstance(arg, torch.Tensor):
-        return (arg.dtype, arg.data_ptr() % 16 == 0)
+        return arg.dtype if fixed else (arg.dtype, arg.data_ptr() % 16 == 0)
     if isinstance(arg, int):
         return -(2**31) <= arg < 2**31 if fixed else (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31)
     if isinstance(arg, float):
@@ -121,7 +121,8 @@ class Launcher:
     def _launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         fixed = self._fixed.get(kernel)
         if fixed is None:
-            fixed = self._fixed[kernel] = tuple(p.do_not_specialize for p in kernel.params)
+            fixed = tuple(p.do_not_specialize or p.do_not_specialize_on_alignment for p in kernel.params)
+            self._fixed[kernel] = fixed
         key = (kernel, *map(_trait, args, fixed), *constants.values())
         found = self._seen.get(key)
         if found is None:

@@ -85,7 +85,11 @@ def _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr, start, end, kvh, s
     return m_i, l_i, acc
 
 
-@triton.jit(do_not_specialize=["eps", "scale", "max_pages", "split", "max_split"])
+INDEX = ["table_ptr", "len_ptr", "cu_q_ptr", "slot_ptr", "pos_ptr"]
+"""Read element by element: a kernel is not compiled again for another alignment of these."""
+
+
+@triton.jit(do_not_specialize=["eps", "scale", "max_pages", "split", "max_split"], do_not_specialize_on_alignment=INDEX)
 def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_ptr,
                             slot_ptr, out_ptr, part_ptr, lse_ptr, scale, eps, max_pages, split, max_split,
                             HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
@@ -170,7 +174,7 @@ def _store(acc, m_i, l_i, out_ptr, part_ptr, lse_ptr, row, b, part, kvh, rg, kv_
             tl.store(lse_ptr + at, m_i + tl.log2(l_i), mask=rg < G)
 
 
-@triton.jit(do_not_specialize=["split", "max_split"])
+@triton.jit(do_not_specialize=["split", "max_split"], do_not_specialize_on_alignment=INDEX)
 def combine_kernel(part_ptr, lse_ptr, len_ptr, cu_q_ptr, out_ptr, split, max_split, HQ: tl.constexpr,
                    D: tl.constexpr, CHUNK: tl.constexpr, ALL_DECODE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Merges the partials of each (query head, request), in split order. Grid (HQ, R)."""
@@ -222,7 +226,7 @@ def decode_attention(
 ) -> None:
     """Writes rows of ``out`` [M, num_heads * head_dim] that belong to requests with one new token."""
     requests = meta.kv_len.shape[0]
-    single = config.split == 0 or config.split >= meta.max_kv
+    single = config.split == 0  # not for short contexts: that would be one more variant to compile
     split = next_power_of_2(max(meta.max_kv, config.block)) if single else config.split
     max_split = 1 if single else triton.cdiv(meta.max_kv, split)
     assert kv.k.is_contiguous() and kv.v.is_contiguous(), "pages must be contiguous"

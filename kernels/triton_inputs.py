@@ -14,7 +14,10 @@ import triton.language as tl
 from kernels.triton_common import Launch
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "table_stride"])
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "table_stride"],
+    do_not_specialize_on_alignment=["ids_in_ptr", "width_ptr", "pages_ptr", "ids_ptr", "table_ptr"],
+)
 def unpack_inputs_kernel(ids_in_ptr, width_ptr, pages_ptr, last_ptr, ids_ptr, table_ptr, tokens, rows, table_stride,
                          CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (max(rows, ceil(tokens / CHUNK)),). An id of -1 - s stands for last[s]."""

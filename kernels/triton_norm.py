@@ -39,7 +39,7 @@ def add_norm_kernel(x_ptr, res_ptr, g_ptr, h_ptr, normed_ptr, sumsq_ptr, K, eps,
     _emit(h, g_ptr, normed_ptr, sumsq_ptr, at, r, inside, K, eps, row, SCALED)
 
 
-@triton.jit(do_not_specialize=["eps", "vocab"])
+@triton.jit(do_not_specialize=["eps", "vocab"], do_not_specialize_on_alignment=["ids_ptr"])
 def embed_kernel(ids_ptr, table_ptr, g_ptr, h_ptr, normed_ptr, sumsq_ptr, K, eps, vocab, B: tl.constexpr,
                  SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """h = table[ids]; then its norm. Grid (M,). An id outside the table reads row 0: a padded or poisoned row must

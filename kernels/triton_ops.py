@@ -75,6 +75,10 @@ class TritonOps:
         """Decode reads lengths and pages on the device only."""
         return True
 
+    @property
+    def compiled(self) -> int:
+        return self.launch.compiled
+
     def choices(self) -> dict[str, str]:
         return dict(self._record)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
 from kernels.triton_common import Launch
-from kernels.triton_decode import LOG2E
+from kernels.triton_decode import INDEX, LOG2E
 from kernels.tuning import PrefillConfig
 
 
@@ -62,7 +62,7 @@ def _step(q, kc_ptr, vc_ptr, table_ptr, block, limit, pos, m_i, l_i, acc, kvh, s
     return m_new, l_i, acc
 
 
-@triton.jit(do_not_specialize=["scale", "max_pages", "requests", "min_new"])
+@triton.jit(do_not_specialize=["scale", "max_pages", "requests", "min_new"], do_not_specialize_on_alignment=INDEX)
 def prefill_attention_kernel(qkv_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_ptr, out_ptr, scale, max_pages,
                              requests, min_new, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
                              PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
 from kernels.triton_common import Launch, next_power_of_2, pdl_wait
-from kernels.triton_decode import norm_rope
+from kernels.triton_decode import INDEX, norm_rope
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _rotate_k(src, w_ptr, cos, sin, kc_ptr, vc_ptr, slot, eps, HKV: tl.constexpr
     tl.store(to + H, b.to(src.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=INDEX)
 def rope_write_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr, slot_ptr, pos_ptr, eps,
                       HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
                       QK_NORM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip

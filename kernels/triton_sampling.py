@@ -57,7 +57,7 @@ def best_of_tile(logits, columns, rows, inside, temperature_ptr, key_ptr, M, NOI
     return tl.where(broken, float("nan"), best), index
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["temperature_ptr", "key_ptr"])
 def logits_tile_kernel(logits_ptr, value_ptr, index_ptr, temperature_ptr, key_ptr, M, V, BN: tl.constexpr,
                        NOISE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles of logits [M, V] that some other product has written. Grid (ceil(V / BN), M)."""
@@ -73,7 +73,7 @@ def logits_tile_kernel(logits_ptr, value_ptr, index_ptr, temperature_ptr, key_pt
     tl.store(index_ptr + at, index)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slot_ptr", "ids_ptr"])
 def best_tile_kernel(value_ptr, index_ptr, ids_ptr, last_ptr, slot_ptr, T, B: tl.constexpr, LAST: tl.constexpr,
                      PDL: tl.constexpr):  # fmt: skip
     """ids[m] = index of the largest of T tile values [M, T], the lowest among equals; -1 if any is NaN. Grid (M,).

@@ -86,6 +86,9 @@ class EngineConfig(BaseModel):
     fused_attention: Switch = "auto"
     fused_precision: Literal["fp32"] = "fp32"
     """Accumulation inside fused kernels."""
+    deterministic: bool = False
+    """On a GPU: one order of additions whatever else is in the batch, wherever chunks are cut and whatever is cached,
+    so that outputs are equal bit for bit; slower. A CPU in float32 needs no switch for equal tokens."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -150,6 +153,7 @@ class ResolvedConfig:
     fused_silu: str
     fused_attention: str
     fused_precision: str
+    deterministic: bool
     log_level: str
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -162,7 +166,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PASSED_ON = (
     "kv_cache_paging", "page_size", "scheduler", "max_prefill_batch", "prefill_priority", "chunked_prefill",
     "ageing_s", "max_waiting", "async_scheduling", "watermark", "fused_rmsnorm", "fused_qkv", "fused_silu",
-    "fused_attention", "fused_precision", "log_level",
+    "fused_attention", "fused_precision", "deterministic", "log_level",
 )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ Kind = Literal["ids", "logits"]
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 CONTEXTS = (1280, 2560, 5120, 10240, 40960)
 """Bounds of the context, tokens: a grid made for far more splits than there are costs up to half a kernel."""
-MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MIXED_TOKENS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Sizes in between cost as much as the next: the tiles of the products are 128 tokens high, and whole waves of them
+count."""
 MIXED_ROWS = (16, 64, 256)
 
 

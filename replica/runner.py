@@ -46,6 +46,7 @@ def choose_ops(model: ModelConfig, config: ResolvedConfig) -> Dispatch:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         vocab_size=model.vocab_size,
+        deterministic=config.deterministic,
     )
     return Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
 
@@ -138,6 +139,8 @@ class ModelRunner:
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
         self._graphs: StepGraphs | None = None
+        self._compiled = 0
+        """Kernels compiled when ready."""
         self._no_graphs = self._capture()
         """Why steps are not replayed from CUDA graphs; empty when they are."""
         self._steps = 0
@@ -205,6 +208,7 @@ class ModelRunner:
             "kernels": self._ops.choices(),
             "graphs": self._no_graphs if self._graphs is None else self._graphs.describe(),
             "steps": self._steps,
+            "compiled_after_ready": self._ops.compiled - self._compiled if self._graphs is not None else None,
         }
 
     def close(self) -> None:
@@ -231,6 +235,7 @@ class ModelRunner:
         if (why := self._ops.capturable) is not None:
             return why
         from replica.graphs import StepGraphs  # Triton, which a CPU replica does without
+        from replica.warmup import warm
 
         context = min(self.max_model_len, (self.num_pages - 1) * self.config.page_size)
         self._graphs = StepGraphs(
@@ -238,6 +243,9 @@ class ModelRunner:
             max_tokens=self.config.chunk_size,
         )  # fmt: skip
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
+        with torch.inference_mode():
+            warm(self._decoder, self._kv, self.config.page_size, context, self.config.chunk_size)
+        self._compiled = self._ops.compiled
         return ""
 
     # --- one step

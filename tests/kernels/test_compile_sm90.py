@@ -50,7 +50,8 @@ def signature(kernel: Any, args: tuple[Any, ...]) -> tuple[dict[str, str], dict[
             types[param.name] = f"tensordesc<{TYPES[arg.base.dtype]}{list(arg.block_shape)}>"
         elif isinstance(arg, torch.Tensor):
             types[param.name] = "*" + TYPES[arg.dtype]
-            attrs[(i,)] = [["tt.divisibility", 16]]
+            if not param.do_not_specialize_on_alignment:
+                attrs[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(arg, float):
             types[param.name] = "fp32"
         elif arg == 1 and not param.do_not_specialize:

@@ -79,7 +79,18 @@ def test_triton_declines_other_dtypes() -> None:
     triton = default_candidates()[0]
     cuda = replace(SITE, device=torch.device("cuda"))
     assert "float32" in (triton.decline("attention", cuda) or "")
-    assert triton.decline("attention", replace(cuda, dtype=torch.bfloat16)) is None
+    assert triton.decline("attention", replace(cuda, dtype=torch.bfloat16, head_dim=64)) is None
+    for head_dim in (16, 80, 96):
+        site = replace(cuda, dtype=torch.bfloat16, head_dim=head_dim)
+        assert str(head_dim) in (triton.decline("attention", site) or "")
+        assert triton.decline("norm_mlp", site) is None
+
+
+def test_deterministic_on_a_gpu_is_refused_where_only_torch_can_run() -> None:
+    site = replace(SITE, device=torch.device("cuda"), deterministic=True)
+    with pytest.raises(ValueError, match=r"float32.*deterministic"):
+        Dispatch(site)
+    assert Dispatch(replace(SITE, deterministic=True)).choices()["attention"].startswith("torch")
 
 
 def test_weights_are_prepared_by_who_reads_them() -> None:

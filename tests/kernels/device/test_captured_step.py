@@ -14,6 +14,7 @@ from replica.batch import FROM_DEVICE, Row
 from replica.graphs import Key, StepGraphs
 from replica.inputs import InputBuilder
 from replica.model import Decoder, random_model, tiny_config
+from replica.warmup import warm
 from router.wire import Sampling
 
 CONTEXT, SLOTS = 128, 12
@@ -101,6 +102,18 @@ def test_padding_changes_nothing(
     expected = was.clone()
     expected[torch.tensor([row.slot for row in layout_rows], device=device)] = want.long()
     assert torch.equal(new_last[:SLOTS], expected[:SLOTS])
+
+
+def test_warming_touches_no_page(device: torch.device) -> None:
+    graphs, decoder, _ = setup(device)
+    before = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
+    warm(decoder, graphs._kv, 16, CONTEXT, max_tokens=2)
+    if device.type == "cuda":
+        compiled = decoder.ops.compiled
+        assert compiled > 10
+        warm(decoder, graphs._kv, 16, CONTEXT, max_tokens=2)
+        assert decoder.ops.compiled == compiled
+    assert all(torch.equal(x.k, k) and torch.equal(x.v, v) for x, (k, v) in zip(graphs._kv, before, strict=True))
 
 
 def test_find_refuses_what_no_graph_holds(device: torch.device) -> None:

@@ -47,6 +47,11 @@ def test_decode_shapes(device: torch.device, heads: int, kv_heads: int, dim: int
     case.check_cache()
 
 
+def test_a_context_shorter_than_the_split(device: torch.device) -> None:
+    case = attention_case(device, [1, 1], [3, 40])
+    close(run_decode(case, DecodeConfig(64, 16, 1, 1), fused=True), case.want())
+
+
 def test_decode_with_a_graphs_bound_on_the_context(device: torch.device) -> None:
     """A captured grid is sized for the bucket, not for the batch."""
     case = attention_case(device, [1, 1], [3, 70], max_kv=500)
