@@ -82,7 +82,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
             (
                 "Preemptions per minute",
                 "short",
-                [(f"max by (replica) (delta(everwarm:num_preemptions{{{SELECT}}}[1m]))", "{{replica}}")],
+                [(f"60 * max by (replica) (rate(everwarm:num_preemptions_total{{{SELECT}}}{RATE}))", "{{replica}}")],
             ),
             (
                 "Admitted replicas",

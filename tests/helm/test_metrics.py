@@ -10,7 +10,7 @@ import pytest
 from chart import CHART, one, template, tool
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.api.metrics import ENGINE_GAUGES, Metrics
+from router.api.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 from router.dispatch import Dispatcher
 from router.plane_metrics import PlaneCollector
 
@@ -46,12 +46,13 @@ def exported() -> dict[str, set[str]]:
     metrics.failed("overloaded")
     metrics.http("/v1/chat/completions", "POST", 200)
     metrics.disconnected()
-    engine: dict[str, object] = {"replica": "r", "load": {}}
-    for path, _ in ENGINE_GAUGES.values():
+    engine: dict[str, object] = {"replica": "r"}
+    for path, _ in [*ENGINE_GAUGES.values(), *ENGINE_COUNTERS.values()]:
         place = engine
-        for step in path[:-1]:
-            place = place[step]  # type: ignore[assignment]
-        place[path[-1]] = 1
+        *above, last = path.split(".")
+        for step in above:
+            place = place.setdefault(step, {})  # type: ignore[assignment]
+        place[last] = 1
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render([engine]).decode()):
         # A family of something not there yet (per replica, say) has no sample; its name is promised all the same.
@@ -77,7 +78,7 @@ def test_there_is_something_to_check() -> None:
     assert len(places) > 25 and "EverwarmNoReplica" in places and "Time to first token" in places
 
 
-@pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda value: str(value)[:40])
 def test_expression_names_what_is_exported(where: str, expression: str, exported: dict[str, set[str]]) -> None:
     used = names(expression)
     assert used, f"{where} reads no metric of ours"

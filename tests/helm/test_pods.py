@@ -103,7 +103,12 @@ class Cluster:
 
     def explain(self) -> str:
         """What Serve says, and the ends of the logs on every node."""
-        parts = [json.dumps(self.status(), indent=1)[:6000]]
+        status = self.status()
+        states = {
+            name: [(r["state"], r.get("node_ip"), r["replica_id"]) for r in d["replicas"]] + [d.get("message")]
+            for name, d in status.get("deployments", {}).items()
+        }
+        parts = [f"{status.get('status')} {status.get('message')}\n{json.dumps(states, indent=1)}"]
         tails = "cd /tmp/ray/session_latest/logs; cat serve/replica_*.log worker-*.err | grep -vi haproxy | tail -n 20"
         for node in self.pods.nodes.values():
             with suppress(Exception):
@@ -120,9 +125,13 @@ class Cluster:
 
     def live(self) -> dict[str, int]:
         """Replica -> requests it runs, as a router hears."""
-        url = self.url(self.pods.nodes["edge"])
-        engines = httpx.get(f"{url}/v1/engine", timeout=10).json()["data"]
-        return {engine["replica"]: engine["load"]["running"] for engine in engines if engine.get("state") == "open"}
+        return {e["replica"]: e["load"]["running"] for e in self.engines() if e.get("state") == "open" and "load" in e}
+
+    def chunk_sizes(self) -> list[int]:
+        return [engine["config"]["chunk_size"] for engine in self.engines()]
+
+    def engines(self) -> list[dict[str, Any]]:
+        return httpx.get(f"{self.url(self.pods.nodes['edge'])}/v1/engine", timeout=10).json()["data"]
 
     def url(self, node: Node) -> str:
         return f"http://{node.address}:8000"
@@ -185,6 +194,7 @@ def test_cpu_demo_answers_as_rendered(pods: Cluster) -> None:
     assert "success" in httpx.get(f"{url}/-/healthz").text
 
 
+@pytest.mark.slow
 def test_changed_option_and_model_under_load(pods: Cluster) -> None:
     """`serve deploy` of a changed engine option, then of a changed model, with eight streams running throughout."""
     pods.deploy(split_config())
@@ -203,10 +213,10 @@ def test_changed_option_and_model_under_load(pods: Cluster) -> None:
             wait_for("streams on the new version", lambda s=served: load.completed >= s + 16, 60)
     print(load.summary())
     assert not load.broken(), load.broken()[:3]
-    engines = httpx.get(f"{pods.url(one)}/v1/engine", timeout=10).json()["data"]
-    assert [engine["config"]["chunk_size"] for engine in engines] == [64, 64]
+    wait_for("both engines' answer", lambda: pods.chunk_sizes() == [64, 64], 60)
 
 
+@pytest.mark.slow
 def test_dead_node_and_new_node(pods: Cluster) -> None:
     """A replica's node vanishes without a FIN while streams run on it; another joins and serves."""
     one, two = pods.pods.nodes["one"], pods.pods.nodes["two"]
@@ -223,27 +233,35 @@ def test_dead_node_and_new_node(pods: Cluster) -> None:
         wait_for("more streams", lambda: load.completed >= served + 16, 60)
     print(load.summary())
     assert not load.broken(), load.broken()[:3]
-    resumed = [stream for stream in load.results if stream.longest_gap_s > 0.3]
-    assert len({stream.text for stream in load.results if stream.text}) >= 1 and resumed
+    # A cut cable is noticed by its silence; whoever was on it waited that long and went on elsewhere.
+    assert max(stream.longest_gap_s for stream in load.results) > 1.0
 
 
-def test_sigterm_to_a_replicas_node(pods: Cluster) -> None:
-    """What the kubelet does to a pod: the preStop hook, then SIGTERM. Nothing is lost, and it is over in time."""
-    one, edge = pods.pods.nodes["one"], pods.pods.nodes["edge"]
-    grace = pod_templates(pods.spec)["cpu"]["spec"]["terminationGracePeriodSeconds"]
-    hook = pod_templates(pods.spec)["cpu"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "successor", "with_hook"), [("one", "four", True), ("three", "five", False)])
+def test_sigterm_to_a_replicas_node(pods: Cluster, victim: str, successor: str, with_hook: bool) -> None:
+    """What the kubelet does to a pod: the preStop hook, then SIGTERM. Nothing is lost, and it is over in time.
+
+    Without the hook the signal alone does the same, since it reaches `ray start`, which then drains.
+    """
+    node, edge = pods.pods.nodes[victim], pods.pods.nodes["edge"]
+    assert node.address in pods.nodes_of("Replica")
+    pods.add(successor, "cpu")  # the pod that takes its place
+    spec = pod_templates(pods.spec)["cpu"]["spec"]
+    grace = spec["terminationGracePeriodSeconds"]
+    hook = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     with Load(lambda n: pods.url(edge), max_tokens=400) as load:
         wait_for("the first streams", lambda: load.completed >= 8, 60)
         started = time.monotonic()
-        left = one.run(sys.executable, *hook[1:], timeout=grace)
-        print(left.stdout)
-        assert left.returncode == 0, left.stdout + left.stderr
-        if one.alive:
-            one.terminate()
-        wait_for("the pod's end", lambda: not one.alive, max(1.0, grace - (time.monotonic() - started)))
+        if with_hook:
+            left = node.run(sys.executable, *hook[1:], timeout=grace)
+            assert left.returncode == 0, left.stdout + left.stderr
+        if node.alive:
+            node.terminate()
+        wait_for("the pod's end", lambda: not node.alive, max(1.0, grace - (time.monotonic() - started)))
         print(f"gone after {time.monotonic() - started:.1f} of {grace} s")
         served = load.completed
         wait_for("more streams", lambda: load.completed >= served + 16, 60)
     print(load.summary())
     assert not load.broken(), load.broken()[:3]
-    assert one.address not in pods.nodes_of("Replica")
+    assert node.address not in pods.nodes_of("Replica")
