@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -24,11 +25,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def closure(root: str, extras: frozenset[str]) -> dict[str, str]:
-    """Canonical name -> installed version of everything that ``root`` needs on this platform."""
+def closure(roots: list[str]) -> dict[str, str]:
+    """Canonical name -> installed version of everything that the requirements need on this platform."""
     found: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    todo = [(root, extras)]
+    todo = [(canonical(r.name), frozenset(r.extras)) for r in map(Requirement, roots)]
     while todo:
         name, wanted = todo.pop()
         if (name, wanted) in seen:
@@ -48,8 +49,8 @@ def closure(root: str, extras: frozenset[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    versions = closure("everwarm", frozenset())
-    del versions["everwarm"]
+    # The installed distribution's own metadata may be older than the file.
+    versions = closure(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     versions.pop("triton", None)
     lines = [f"{name}=={version.partition('+')[0]}\n" for name, version in sorted(versions.items())]
     TARGET.write_text(HEADER + "".join(lines))
