@@ -104,6 +104,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
+def busy_seconds() -> float:
+    """CPU time this machine has spent on anything at all, summed over its cores."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
+    return (user + nice + system + sum(interrupts)) * TICK_S
+
+
 def end_processes(marker: str, *, grace_s: float) -> list[str]:
     """Wait ``grace_s`` for a run's processes to be gone, then end what is left. Returns what had to be ended."""
     forced = _await_gone(marker, grace_s)

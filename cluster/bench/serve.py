@@ -7,6 +7,7 @@ so that all CPU time is the serving path's: HTTP, text, placement, token plane, 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.bench.load import StreamRecord, lateness, percentile, stream_once
-from cluster.environment import cpu_seconds, processes
+from cluster.environment import busy_seconds, cpu_seconds, processes
 from cluster.private import PrivateCluster
 
 GOAL_TOTAL_MS = 0.10
@@ -26,6 +27,8 @@ UNITS = {
     "replica_cpu_ms_per_token": "the same in the replica's process",
     "idle_cpu_ms_per_s": "CPU milliseconds per second of the idle cluster, all server processes",
     "ttft": "milliseconds from sending to the first event",
+    "others_cpu_share": "share of the machine that other processes used; shared cores and caches inflate CPU times",
+    "load_average": "of the last minute, at the end",
     "chunk_late": "milliseconds an event came after the stream's own best pace",
 }
 
@@ -67,14 +70,17 @@ def run(load: Workload, console: Console) -> dict[str, Any]:
         time.sleep(5.0)
         idle_ms_per_s = {name: 1e3 * value / 5.0 for name, value in _spent(names, idle).items()}
         asyncio.run(_round(url, load, 4))
-        before = _cpu(names)
+        before, others = _cpu(names), busy_seconds() - time.process_time()
         started = time.perf_counter()
         records: list[StreamRecord] = []
         for _ in range(load.rounds):
             records += asyncio.run(_round(url, load, load.streams))
         seconds = time.perf_counter() - started
         spent = _spent(names, before)
-    return _figures(load, records, spent, seconds, idle_ms_per_s)
+        others = busy_seconds() - time.process_time() - others - sum(spent.values())
+    figures = _figures(load, records, spent, seconds, idle_ms_per_s)
+    share = others / seconds / len(os.sched_getaffinity(0))
+    return {**figures, "others_cpu_share": round(max(0.0, share), 2), "load_average": round(os.getloadavg()[0], 1)}
 
 
 async def _round(url: str, load: Workload, streams: int) -> list[StreamRecord]:
@@ -147,5 +153,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     table.add_row("TTFT p50 / p99", f"{figures['ttft_p50_ms']} / {figures['ttft_p99_ms']} ms", "")
     table.add_row("chunk lateness p50 / p99", f"{figures['chunk_late_p50_ms']} / {figures['chunk_late_p99_ms']} ms", "")
     table.add_row("tokens per second", f"{figures['tokens_per_s']}", "")
+    others = f"{figures['others_cpu_share']:.0%} of the CPU, load average {figures['load_average']}"
+    table.add_row("others on this machine", others, "")
     table.add_row("idle cluster", f"{figures['idle_cpu_ms_per_s']} CPU ms per s", "")
     console.print(table)
