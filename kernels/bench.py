@@ -2,6 +2,7 @@
 
     python -m kernels.bench step  --models 8b,0.6b --batches 1,32,64     # share of the bandwidth floor
     python -m kernels.bench table --models 8b --batches 1,16,64          # each kernel, its floor, the best alternative
+    python -m kernels.bench prefill --models 8b                          # attention and gate-up of chunks
     python -m kernels.bench tune  --models 8b,0.6b --write kernels/tuning_h200.json
 
 Weights and caches are random, buffers rotate beyond the L2 cache, every time is the median of CUDA-graph replays. The
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kernels import bench_table, bench_tune
+from kernels import bench_prefill, bench_table, bench_tune
 from kernels.bench_step import MODELS, Step, precompile, replay_us
 from kernels.triton_ops import TritonOps
 from kernels.tuning import TuningTable
@@ -50,7 +51,7 @@ def bench_steps(models: list[str], batches: list[int], context: int, table: Tuni
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "table", "tune"])
+    parser.add_argument("what", choices=["step", "table", "prefill", "tune"])
     parser.add_argument("--models", default="8b,0.6b")
     parser.add_argument("--batches", default="1,32,64")
     parser.add_argument("--context", type=int, default=1152)
@@ -69,6 +70,8 @@ def main() -> None:
         rows = bench_steps(models, batches, args.context, None)
     elif args.what == "table":
         rows = bench_table.run(models, batches)
+    elif args.what == "prefill":
+        rows = bench_prefill.run(models)
     else:
         rows = bench_tune.run(models, batches, args.context, args.budget, args.write)
     result = {

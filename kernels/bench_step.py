@@ -104,6 +104,24 @@ class Step:
         return ops.norm_sample(self.hidden(ops), None, self.final, EPS, self.head)
 
 
+def repack(step: Step, new: list[int], prefix: list[int]) -> None:
+    """Turns the step's batch into one of ``new`` tokens per request after ``prefix`` cached ones, over its pages.
+    Needs len(new) = the step's batch and no context above the step's."""
+    page, table = step.meta.page_size, step.meta.block_table
+    lens = [n + p for n, p in zip(new, prefix, strict=True)]
+    assert max(lens) <= step.context and len(new) <= table.shape[0], (lens, table.shape)
+    positions = torch.cat([torch.arange(p, p + n) for n, p in zip(new, prefix, strict=True)]).cuda()
+    owner = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new)).cuda()
+    cu = [sum(new[:i]) for i in range(len(new) + 1)]
+    i32: Any = {"dtype": torch.int32, "device": "cuda"}
+    slots = table[owner, positions // page].long() * page + positions % page
+    step.meta = AttentionMeta(
+        torch.tensor(cu, **i32), torch.tensor(lens, **i32), table[: len(new)], positions.int(), slots, page, max(new),
+        max(lens), max(new) == 1, cu, lens,
+    )  # fmt: skip
+    step.ids = torch.randint(0, step.shape.vocab, (sum(new),), **i32)
+
+
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Runs once outside, for what is allocated or compiled on first use, then captures."""
     run()

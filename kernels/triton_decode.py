@@ -135,19 +135,17 @@ def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, v
         cos = tl.load(cos_ptr + pos * H + rh)[None, :]
         sin = tl.load(sin_ptr + pos * H + rh)[None, :]
         q1, q2 = norm_rope(q1, q2, qw_ptr, cos, sin, eps, D, QK_NORM)
+    q1 = q1.to(dt)
+    q2 = q2.to(dt)
+    if FUSED:
         mine = end == kv_len
         k1, k2, v = _new_token(qkv_ptr, kw_ptr, cos, sin, kc_ptr, vc_ptr, slot, row, kvh, eps, mine, HQ, HKV, D,
                                QK_NORM)  # fmt: skip
         end = tl.minimum(end, pos)
-        q1 = q1.to(dt)
-        q2 = q2.to(dt)
         s = tl.sum(q1.to(tl.float32) * k1, 1) + tl.sum(q2.to(tl.float32) * k2, 1)
         m_i = tl.where(mine, s * scale, float("-inf"))
         l_i += tl.where(mine, 1.0, 0.0)
         acc += tl.where(mine, 1.0, 0.0) * v[None, :]
-    else:
-        q1 = q1.to(dt)
-        q2 = q2.to(dt)
     m_i, l_i, acc = _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr + b.to(tl.int64) * max_pages, start, end,
                             kvh, scale, HKV, D, PAGE, BLOCK, STAGES)  # fmt: skip
     pdl_trigger(TRIGGER, 2)

@@ -96,15 +96,14 @@ class Bench:
         for _, delta in deltas:
             self.deltas.put((now, delta))
 
-    def submit(self, prompt: int, tokens: int) -> str:
+    def prepare(self, prompt: int, tokens: int) -> Submit:
+        """Made before the clock starts: drawing and hashing a prompt would hold the interpreter, and so the engine."""
         self._count += 1
-        name = str(self._count)
         packed = pack_tokens([self.random.randrange(self.model.vocab_size) for _ in range(prompt)])
         root = self.fields.root()
-        sampling = Sampling(temperature=0, max_tokens=tokens)
         hashes = b"".join(chain(root, packed, self.engine.config.page_size))
-        self.engine.submit(self, Submit(name, packed, prompt, root, hashes, sampling))
-        return name
+        sampling = Sampling(temperature=0, max_tokens=tokens)
+        return Submit(str(self._count), packed, prompt, root, hashes, sampling)
 
     def close(self) -> None:
         self.engine.stop()
@@ -112,8 +111,10 @@ class Bench:
 
     def decode(self, batch: int, context: int, new: int) -> dict[str, float]:
         """All prompts of ``context`` tokens at once, ``new`` tokens each."""
-        names = [self.submit(context, new) for _ in range(batch)]
-        seen = dict.fromkeys(names, 0)
+        requests = [self.prepare(context, new) for _ in range(batch)]
+        seen = dict.fromkeys((request.request_id for request in requests), 0)
+        for request in requests:
+            self.engine.submit(self, request)
         arrivals: list[tuple[float, str]] = []
         while any(n < new for n in seen.values()):
             now, delta = self.deltas.get(timeout=120)
@@ -147,12 +148,13 @@ class Bench:
         first: dict[str, float] = {}
         previous: dict[str, float] = {}
         gaps: list[float] = []
-        waiting, done, tokens = list(lengths), 0, 0
+        waiting, done, tokens = [self.prepare(length, new) for length in lengths], 0, 0
         began = time.perf_counter()
         while done < requests:
             while waiting and len(sent) - done < concurrency:
-                length, now = waiting.pop(), time.perf_counter()
-                sent[self.submit(length, new)] = now
+                request = waiting.pop()
+                sent[request.request_id] = time.perf_counter()
+                self.engine.submit(self, request)
             now, delta = self.deltas.get(timeout=120)
             if delta.error:
                 raise RuntimeError(delta.error)

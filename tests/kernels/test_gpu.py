@@ -10,8 +10,8 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-from kernels.bench_step import EPS, MODELS, Step, capture  # noqa: E402
-from kernels.interface import AttentionMeta, LayerKV, Stream  # noqa: E402
+from kernels.bench_step import EPS, MODELS, Step, capture, repack  # noqa: E402
+from kernels.interface import LayerKV, Stream  # noqa: E402
 from kernels.reference import TorchOps  # noqa: E402
 from kernels.triton_ops import TritonOps  # noqa: E402
 
@@ -35,21 +35,6 @@ def in_fp32(step: Step) -> Step:
     up.final, up.head, up.embedding = step.final.float(), step.head.float(), step.embedding.float()
     up.kv = [LayerKV(kv.k.float(), kv.v.float()) for kv in step.kv]
     return up
-
-
-def ragged(step: Step, new: list[int], prefix: list[int]) -> None:
-    """Turns the step's batch into a mixed one over the same pages."""
-    page, table = step.meta.page_size, step.meta.block_table
-    lens = [n + p for n, p in zip(new, prefix, strict=True)]
-    assert max(lens) <= step.context and len(new) == step.batch
-    pos = torch.cat([torch.arange(p, p + n) for n, p in zip(new, prefix, strict=True)]).cuda()
-    owner = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new)).cuda()
-    cu = [sum(new[:i]) for i in range(len(new) + 1)]
-    on = lambda v: torch.tensor(v, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    slots = table[owner, pos // page].long() * page + pos % page
-    step.meta = AttentionMeta(on(cu), on(lens), table, pos.int(), slots, page, max(new), max(lens), max(new) == 1, cu,
-                              lens)  # fmt: skip
-    step.ids = torch.randint(0, step.shape.vocab, (sum(new),), device=DEVICE, dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +72,7 @@ def test_decode_is_as_close_to_fp32_as_bf16_allows(name: str, batch: int) -> Non
 ])  # fmt: skip
 def test_mixed_batches(name: str, new: list[int], prefix: list[int]) -> None:
     step = small(name, len(new), 610)
-    ragged(step, new, prefix)
+    repack(step, new, prefix)
     want = in_fp32(step).hidden(TorchOps(DEVICE, torch.float32)).h
     assert error(step.hidden(TritonOps(DEVICE)).h, want) < 1e-2
 
@@ -97,7 +82,7 @@ def test_deterministic_mode_is_bitwise(name: str) -> None:
     """Decoded alone, decoded in a crowd, and computed inside prefill chunks of any cut: the same bits."""
     ops = TritonOps(DEVICE, deterministic=True)
     step = small(name, 3, 200)
-    ragged(step, [150, 1, 37], [0, 180, 90])
+    repack(step, [150, 1, 37], [0, 180, 90])
     ids, meta = step.ids, step.meta
     kv = [LayerKV(x.k.clone(), x.v.clone()) for x in step.kv]
     together = step.hidden(ops).h.clone()
@@ -107,7 +92,7 @@ def test_deterministic_mode_is_bitwise(name: str) -> None:
         rows = []
         for a, b in itertools.pairwise(cuts):
             step.meta = replace(meta, block_table=meta.block_table[:1])
-            ragged(step, [b - a], [a])
+            repack(step, [b - a], [a])
             step.ids = ids[a:b]
             rows.append(step.hidden(ops).h)
         assert torch.equal(torch.cat(rows), together[:150])
@@ -117,7 +102,7 @@ def test_deterministic_mode_is_bitwise(name: str) -> None:
     for r, (at, rows) in enumerate(((0, None), (150, 1), (151, None))):
         if rows:
             step.meta = replace(meta, block_table=meta.block_table[r : r + 1])
-            ragged(step, [1], [180])
+            repack(step, [1], [180])
             step.ids = ids[at : at + 1]
             assert torch.equal(step.hidden(ops).h[0], together[at])
 

@@ -33,7 +33,7 @@ SHAPES = [(4, 2, 32), (9, 3, 32), (8, 1, 32), (2, 2, 64)]
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_decode_ragged(device: torch.device, page: int, split: int, qk_norm: bool) -> None:
     """Contexts of 1, one less, equal and one more than a page, a block and a split."""
-    prefix = [0, 1, 14, 15, 16, 30, 31, 32, 62, 63, 64, 80]
+    prefix = [0, 14, 15, 16, 30, 31, 32, 63, 64]
     case = attention_case(device, [1] * len(prefix), prefix, page=page, qk_norm=qk_norm)
     close(run_decode(case, DecodeConfig(split, 16, 1, 1), fused=True), case.want())
     case.check_cache()
@@ -86,11 +86,10 @@ def run_mixed(case: Case, config: PrefillConfig, min_new: int, search: int = 256
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("min_new", [1, 2])
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(("min_new", "rows"), [(1, 16), (2, 32)])
 def test_mixed_batch(device: torch.device, page: int, min_new: int, rows: int) -> None:
     """Prefill chunks with and without a cached prefix between decode rows."""
-    new, prefix = [1, 17, 1, 20, 2, 16, 1], [33, 0, 0, 25, 64, 16, 40]
+    new, prefix = [1, 17, 1, 10, 2], [33, 0, 0, 25, 64]
     case = attention_case(device, new, prefix, page=page)
     close(run_mixed(case, PrefillConfig(rows, 16, 1, 4), min_new), case.want())
     case.check_cache()
@@ -110,7 +109,7 @@ def test_more_requests_than_one_search_block(device: torch.device) -> None:
     close(run_mixed(case, PrefillConfig(16, 16, 1, 4), 1, search=16), case.want())
 
 
-@pytest.mark.parametrize("cut", [1, 16, 17, 33])
+@pytest.mark.parametrize("cut", [1, 17])
 def test_a_chunk_border_changes_no_bit(device: torch.device, cut: int) -> None:
     """36 tokens at once, and the same in two chunks over the same pages."""
     whole = attention_case(device, [36], [0])

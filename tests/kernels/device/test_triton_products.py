@@ -19,7 +19,7 @@ EPS = 1e-6
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "bn", "bk"),
-    [(64, 128, 4, 64), (64, 128, 16, 128), (48, 72, 4, 64), (33, 96, 8, 64), (5, 200, 2, 128), (40, 64, 8, 512)],
+    [(64, 128, 16, 64), (48, 72, 4, 64), (33, 96, 8, 64), (5, 200, 2, 128)],
 )
 def test_gemv(device: torch.device, n: int, k: int, bn: int, bk: int, norm: bool, is_gated: bool) -> None:
     launch = Launcher(device)
@@ -41,9 +41,9 @@ def test_gemv(device: torch.device, n: int, k: int, bn: int, bk: int, norm: bool
     close(y, want)
 
 
-@pytest.mark.parametrize("m", [2, 5, 16, 17])
+@pytest.mark.parametrize("m", [5, 17])
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("form", ["plain", "bias", "norm", "gated"])
 def test_skinny(device: torch.device, m: int, swap: bool, split: int, form: str) -> None:
     n, k = 64, 128
