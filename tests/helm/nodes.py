@@ -216,12 +216,14 @@ class Pods:
         command = f"ulimit -n 65536; {shlex.join(ray_start(params, container, head))}"
         inner = shlex.join([*_as_user(), "env", "-i", *_assignments(environ), "/bin/bash", "-c", command])
         log = self.folder / f"{name}.log"
+        # Should this process be ended without warning, the kernel ends the pods with it.
+        enter = ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", namespace]
+        enter += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        script = f"{_pod_root(self.folder, self.mounts)}; cd /; exec {inner}"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child",
-                 "--mount-proc", "/bin/sh", "-c", f"{_pod_root(self.folder, self.mounts)}; cd /; exec {inner}"],
-                stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [*enter, "/bin/sh", "-c", script], stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
         node = Node(name, address, namespace, cable, process, log, environ)
         self.nodes[name] = node
         return node

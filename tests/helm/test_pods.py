@@ -22,6 +22,7 @@ import pytest
 from chart import CHART, ROOT, cluster, example, pod_templates, serve_config, template
 from load import Load
 from nodes import Node, Pods, wait_for, why_not
+from test_metrics import expressions, names
 
 pytestmark = [
     pytest.mark.ray,
@@ -190,6 +191,9 @@ def test_cpu_demo_answers_as_rendered(pods: Cluster) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert httpx.get(f"{url}/health").status_code == 200
+    exported = httpx.get(f"{url}/metrics").text
+    used = {name.removesuffix("_bucket") for _, expression in expressions() for name in names(expression)}
+    assert not [name for name in sorted(used) if f"# TYPE {name} " not in exported]
     # KubeRay's readiness check of a worker.
     assert "success" in httpx.get(f"{url}/-/healthz").text
 
