@@ -244,7 +244,7 @@ class ModelRunner:
         )  # fmt: skip
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
         with torch.inference_mode():
-            warm(self._decoder, self._kv, self.config.page_size, context, self.config.chunk_size)
+            warm(self._decoder, self._kv, self.config.page_size, context)
         self._compiled = self._ops.compiled
         return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ def padding(device: torch.device, tokens: int, rows: int, page_size: int, max_co
     )
 
 
-def warm(decoder: Decoder, kv: list[LayerKV], page_size: int, max_context: int, max_tokens: int) -> None:
-    """Runs every class of eager pass once. Call on the stream that will serve."""
+def warm(decoder: Decoder, kv: list[LayerKV], page_size: int, max_context: int, sizes: Sequence[int] = TOKENS) -> None:
+    """Runs every class of eager pass once, at the given numbers of tokens. Call on the stream that will serve."""
     started = time.perf_counter()
     heads = decoder.shape.num_kv_heads
     splits = [1, -(-33 // heads), -(-256 // heads), -(-512 // heads)]
-    for tokens in (t for t in TOKENS if t <= max(max_tokens, 1)):
+    for tokens in sizes:
         ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
         meta = padding(decoder.device, tokens, tokens, page_size, max_context)
         x = decoder.hidden(ids, kv, meta, None)

@@ -107,11 +107,11 @@ def test_padding_changes_nothing(
 def test_warming_touches_no_page(device: torch.device) -> None:
     graphs, decoder, _ = setup(device)
     before = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
-    warm(decoder, graphs._kv, 16, CONTEXT, max_tokens=2)
+    warm(decoder, graphs._kv, 16, CONTEXT, sizes=(2,))
     if device.type == "cuda":
         compiled = decoder.ops.compiled
         assert compiled > 10
-        warm(decoder, graphs._kv, 16, CONTEXT, max_tokens=2)
+        warm(decoder, graphs._kv, 16, CONTEXT, sizes=(2,))
         assert decoder.ops.compiled == compiled
     assert all(torch.equal(x.k, k) and torch.equal(x.v, v) for x, (k, v) in zip(graphs._kv, before, strict=True))
 
