@@ -147,17 +147,11 @@ class TokenServer:
         return bound[0], bound[1]
 
     async def await_departure(self, timeout_s: float) -> None:
-        """Serve on until no router is connected, or for ``timeout_s``.
-
-        Routers that know another replica leave by themselves. In an update to another model the old routers don't,
-        and have nowhere else to send what still reaches them.
-        """
+        """Serve on until no router is connected, or for ``timeout_s``: those that know another replica leave."""
         assert self._loop is not None
         until = self._loop.time() + timeout_s
-        while self._routers:
-            if self._loop.time() >= until:
-                return
-            await asyncio.sleep(0.05)
+        while self._routers and self._loop.time() < until:
+            await asyncio.sleep(0.05)  # noqa: ASYNC110
 
     async def drain(self, timeout_s: float) -> bool:
         """Tell routers to send nothing new and wait for what runs; True when all of it ended in time."""
