@@ -148,10 +148,9 @@ class TokenServer:
 
     async def await_departure(self, timeout_s: float) -> None:
         """Serve on until no router is connected, or for ``timeout_s``: those that know another replica leave."""
-        assert self._loop is not None
-        until = self._loop.time() + timeout_s
-        while self._routers and self._loop.time() < until:
-            await asyncio.sleep(0.05)  # noqa: ASYNC110
+        until = time.monotonic() + timeout_s
+        while self._routers and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
     async def drain(self, timeout_s: float) -> bool:
         """Tell routers to send nothing new and wait for what runs; True when all of it ended in time."""
