@@ -26,6 +26,7 @@ from test_metrics import expressions, names
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,  # minutes of several Ray nodes; `pytest -m slow tests/helm`
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=f"pods in namespaces: {why_not()}"),
 ]
