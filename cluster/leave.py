@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import services
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 POLL_S = 0.5
