@@ -128,6 +128,9 @@ class Dispatcher:
             del self.links[link.name]
             self.placement.remove(link.name)
             self._apply_members()
+            # The last replica of another model may have been what kept the others out.
+            for other in self.links.values():
+                other.retry()
         self.streams.changes.notify()
 
     # --- router.backend.Backend

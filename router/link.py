@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -89,6 +90,7 @@ class Link:
         self._options = options
         self._connection: Connection | None = None
         self._closed = asyncio.Event()
+        self._retry = asyncio.Event()
         self._leaving = False
         self._inflight: dict[str, Attempt] = {}
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -169,6 +171,11 @@ class Link:
         if moved and self._connection is not None:
             self._connection.abort("the replica has moved")
 
+    def retry(self) -> None:
+        """What it was refused for may have changed: try again now."""
+        if self.state == LinkState.REFUSED:
+            self._retry.set()
+
     def close(self, reason: str = "router closed") -> None:
         if self.state == LinkState.CLOSED:
             return
@@ -212,7 +219,9 @@ class Link:
                     pause = self._options.reconnect_min_s
             if self.state == LinkState.REFUSED:
                 pause = self._options.refused_retry_s
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._retry.wait(), pause)
+            self._retry.clear()
             pause = min(2 * pause, self._options.reconnect_max_s)
 
     def _down(self, reason: str, state: LinkState) -> None:
