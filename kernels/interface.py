@@ -32,7 +32,8 @@ class Stream:
 class LayerKV:
     """One layer's pages: k and v [num_pages, page_size, kv_heads, head_dim] in the KV dtype. Page 0 is the null page.
     On a CPU they are the halves of one tensor [num_pages, page_size, 2 kv_heads, head_dim], elsewhere contiguous.
-    ``k_scale``, ``v_scale`` [num_pages, page_size, kv_heads] fp32 exist for int8 and int4 KV."""
+    ``k_scale``, ``v_scale`` [num_pages, page_size, kv_heads] fp32 exist for int8 and int4 KV, whose codes are described
+    in ``quantized_kv``."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -60,6 +61,7 @@ class AttentionMeta:
     decode_only: bool
     cu_q_host: list[int]
     kv_len_host: list[int]
+    uneven: bool = False
     extra: dict[str, Any] | None = None
     """An implementation's own per-batch preparation, made once per step."""
 

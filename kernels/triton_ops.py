@@ -12,6 +12,8 @@ whichever form its producer left it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -69,6 +71,7 @@ class TritonOps:
         self._configs: dict[tuple[str, int, int, int], GemmConfig] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
         self._record: dict[str, str] = {}
+        self._side: torch.cuda.Stream | None = None
 
     @property
     def capturable(self) -> bool:
@@ -188,7 +191,8 @@ class TritonOps:
     ) -> torch.Tensor:
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         if meta.decode_only and not self.deterministic:
-            config = decode_attention_config(meta.kv_len.shape[0], shape.num_kv_heads, meta.max_kv)
+            rows, heads = meta.kv_len.shape[0], shape.num_kv_heads
+            config = decode_attention_config(rows, heads, meta.max_kv, uneven=meta.uneven)
             decode_attention(self.launch, config, qkv, kv, meta, shape, q_norm, k_norm, cos, sin, out, fused=True)
             return out
         rope_write(self.launch, qkv, kv, meta, shape, q_norm, k_norm, cos, sin)
@@ -196,15 +200,35 @@ class TritonOps:
             prefill_attention(self.launch, DETERMINISTIC_PREFILL, qkv, kv, meta, shape, out, min_new=1)
             return out
         single, several = self._new_tokens(meta)
+        beside = qkv.is_cuda and single > 0 and several > 0 and qkv.shape[0] > 64
         if single:
-            config = decode_attention_config(single, shape.num_kv_heads, meta.max_kv)
-            decode_attention(self.launch, config, qkv, kv, meta, shape, None, None, cos, sin, out, fused=False)
+            config = decode_attention_config(single, shape.num_kv_heads, meta.max_kv, uneven=True)
+            with self._beside() if beside else nullcontext():
+                config = without_pdl(config) if beside else config
+                decode_attention(self.launch, config, qkv, kv, meta, shape, None, None, cos, sin, out, fused=False)
         if several:
             rows = self.table.prefill
             if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
                 rows = PrefillConfig(rows=32, block=64, stages=3, warps=2)
             prefill_attention(self.launch, rows, qkv, kv, meta, shape, out, min_new=2)
+        if beside:
+            torch.cuda.current_stream(self.device).wait_stream(self._side_stream())
         return out
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is launched inside runs beside what follows: single tokens are bound by memory, chunks by arithmetic,
+        and neither fills the chip. The caller joins the two before it returns; buffers made outside outlive the join,
+        those made inside belong to the side stream."""
+        side = self._side_stream()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            yield
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        return self._side
 
     @staticmethod
     def _new_tokens(meta: AttentionMeta) -> tuple[int, int]:

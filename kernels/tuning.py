@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Role = Literal["qkv", "add", "gate_up", "head"]
 """qkv: input norm folded in. add: residual epilogue. gate_up: norm and SiLU x gate. head: norm, logits or argmax."""
 
 BUCKETS = (1, 16, 32, 64, 128, 256)
 """Decode sizes share a configuration up to the next of these."""
+
+UNSPLIT_PROGRAMS = 256
+"""Programs of decode attention that fill the chip without splitting contexts."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class PrefillConfig:
     block: int
     stages: int
     warps: int
+
+
+Config = TypeVar("Config", GemmConfig, DecodeConfig)
 
 
 def bucket_of(m: int) -> int:
@@ -128,24 +134,35 @@ class TuningTable:
         return rule, "rule"
 
 
-def decode_attention_config(batch: int, kv_heads: int, max_kv: int, deterministic: bool = False) -> DecodeConfig:
+def decode_attention_config(
+    batch: int, kv_heads: int, max_kv: int, deterministic: bool = False, uneven: bool = False
+) -> DecodeConfig:
     """How decode attention is split over the chip.
 
-    Throughput: about 640 programs in all; no split once batch x KV heads alone gives 256. Deterministic: the split
-    depends on nothing but the position in the context, so a row's result is the same alone and in a crowd."""
+    Throughput: about 640 programs in all; no split once batch x KV heads alone gives 256, unless the contexts are
+    ``uneven``. One program needs about 20 ns per token of its context, so no split is longer than what the others take
+    meanwhile. Deterministic: the split depends on nothing but the position in the context, so a row's result is the
+    same alone and in a crowd."""
     if deterministic:
         return DecodeConfig(split=512, block=64, stages=3, warps=2)
     programs = batch * kv_heads
-    if programs >= 256:
+    if programs >= UNSPLIT_PROGRAMS and not uneven:
         block, warps = (64, 2) if programs >= 512 else (128, 4)
         return DecodeConfig(split=0, block=block, stages=3, warps=warps, pdl=True, trigger=0)
-    split = 128
-    while split < 1024 and split * 640 < programs * max_kv:
+    split, longest = 128, 512 if max_kv <= 5120 else 1024
+    while split < longest and split * 640 < programs * max_kv:
         split *= 2
     if programs <= 32:
         return DecodeConfig(split, block=128, stages=3, warps=4, pdl=True, trigger=1)
     return DecodeConfig(split, block=64, stages=3, warps=2)
 
 
-def without_pdl(config: GemmConfig) -> GemmConfig:
+def uneven_contexts(total: int, longest: int, kv_heads: int) -> bool:
+    """Whether a batch with contexts of ``total`` tokens, the longest of ``longest``, needs a split even though there
+    are programs enough. Unsplit, the kernel takes max(20 ns x longest, 0.11 ns x total x kv_heads); split, it takes the
+    latter and about 4 us."""
+    return kv_heads * total < 192 * (longest - 200)
+
+
+def without_pdl(config: Config) -> Config:
     return replace(config, pdl=False, trigger=0)

@@ -24,7 +24,7 @@ import torch
 from kernels.interface import AttentionMeta, Draw, LayerKV
 from kernels.triton_common import Launcher
 from kernels.triton_inputs import unpack_inputs
-from kernels.tuning import decode_attention_config
+from kernels.tuning import UNSPLIT_PROGRAMS, uneven_contexts
 from replica.batch import Row
 from replica.graph_inputs import GraphInputs, Layout
 from replica.model import Decoder
@@ -35,6 +35,8 @@ Kind = Literal["ids", "logits"]
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 CONTEXTS = (1280, 2560, 5120, 10240, 40960)
 """Bounds of the context, tokens: a grid made for far more splits than there are costs up to half a kernel."""
+WIDE_CONTEXTS = (5120, 40960)
+"""The same where the rows fill the chip and only some contexts are split, and in mixed steps."""
 MIXED_TOKENS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Sizes in between cost as much as the next: the tiles of the products are 128 tokens high, and whole waves of them
 count."""
@@ -43,13 +45,15 @@ MIXED_ROWS = (16, 64, 256)
 
 @dataclass(frozen=True)
 class Key:
-    """``tokens`` = ``rows`` and ``mixed`` False for decode. ``bound``: of the context."""
+    """``tokens`` = ``rows`` and ``mixed`` False for decode. ``bound``: of the context. ``uneven``: the longest context
+    is split although the rows fill the chip."""
 
     kind: Kind
     mixed: bool
     tokens: int
     rows: int
     bound: int
+    uneven: bool = False
 
 
 def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
@@ -75,8 +79,9 @@ class StepGraphs:
         self._decode_rows = _up_to(DECODE_ROWS, min(max_rows, DECODE_ROWS[-1]))
         self._mixed_rows = _up_to(MIXED_ROWS, min(max_rows, MIXED_ROWS[-1]))
         self._mixed_tokens = _up_to(MIXED_TOKENS, min(max_tokens, MIXED_TOKENS[-1]))
-        self._bounds = {rows: self._bounds_of(rows, max_context) for rows in self._decode_rows}
         self.max_context = max_context
+        self._heads = decoder.shape.num_kv_heads
+        self._bounds, self._wide = _up_to(CONTEXTS, max_context), _up_to(WIDE_CONTEXTS, max_context)
         width = -(-max_context // page_size)
         rows = max(self._decode_rows[-1], self._mixed_rows[-1])
         largest = Layout(max(rows, self._mixed_tokens[-1]), rows).size(width)
@@ -87,11 +92,6 @@ class StepGraphs:
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.replays = {"decode": 0, "mixed": 0}
 
-    def _bounds_of(self, rows: int, max_context: int) -> list[int]:
-        heads = self._decoder.shape.num_kv_heads
-        splits = decode_attention_config(rows, heads, max_context).split != 0
-        return _up_to(CONTEXTS, max_context) if splits else [max_context]
-
     # --- capture
 
     def keys(self, kinds: Sequence[Kind]) -> Iterator[Key]:
@@ -100,10 +100,18 @@ class StepGraphs:
             for tokens in reversed(self._mixed_tokens):
                 for rows in reversed(self._mixed_rows):
                     if rows <= tokens or rows == self._mixed_rows[0]:
-                        yield Key(kind, True, tokens, rows, self.max_context)
+                        for bound in reversed(self._wide):
+                            yield Key(kind, True, tokens, rows, bound)
             for rows in reversed(self._decode_rows):
-                for bound in reversed(self._bounds[rows]):
-                    yield Key(kind, False, rows, rows, bound)
+                fills = self._fills(rows)
+                if fills:
+                    yield Key(kind, False, rows, rows, self.max_context)
+                for bound in reversed(self._wide if fills else self._bounds):
+                    yield Key(kind, False, rows, rows, bound, uneven=fills)
+
+    def _fills(self, rows: int) -> bool:
+        """Whether so many rows fill the chip with one program for each context and head."""
+        return rows * self._heads >= UNSPLIT_PROGRAMS
 
     def capture(self, kinds: Sequence[Kind]) -> None:
         """Runs every graph's work once, which compiles what is missing, then captures it."""
@@ -143,7 +151,8 @@ class StepGraphs:
             cu_q=inputs.field(layout, "cu_q"), kv_len=inputs.field(layout, "kv_len"), block_table=table,
             positions=inputs.field(layout, "positions"), slots=inputs.field(layout, "slots"),
             page_size=inputs.page_size, max_q=key.tokens if key.mixed else 1, max_kv=key.bound,
-            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], extra={"new_tokens": (key.rows, key.rows)},
+            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], uneven=key.uneven,
+            extra={"new_tokens": (key.rows, key.rows)},
         )  # fmt: skip
         stream = decoder.hidden(ids, self._kv, meta, inputs.field(layout, "sample") if key.mixed else None)
         if key.kind == "logits":
@@ -157,17 +166,21 @@ class StepGraphs:
     def find(self, rows: list[Row], kind: Kind) -> Key | None:
         """The smallest graph that holds the batch; None: too large, or a row samples more than once."""
         tokens = sum(len(row.token_ids) for row in rows)
-        longest = max(row.start + len(row.token_ids) for row in rows)
+        contexts = [row.start + len(row.token_ids) for row in rows]
+        longest = max(contexts)
         if any(row.num_samples > 1 for row in rows) or longest > self.max_context:
             return None
-        mixed = tokens != len(rows) or any(row.num_samples == 0 for row in rows)
-        if mixed:
-            key = Key(
-                kind, True, _least(self._mixed_tokens, tokens), _least(self._mixed_rows, len(rows)), self.max_context
-            )
+        if tokens != len(rows) or any(row.num_samples == 0 for row in rows):
+            size, height = _least(self._mixed_tokens, tokens), _least(self._mixed_rows, len(rows))
+            key = Key(kind, True, size, height, _least(self._wide, longest))
         else:
             size = _least(self._decode_rows, tokens)
-            key = Key(kind, False, size, size, _least(self._bounds.get(size, []), longest))
+            if not self._fills(size):
+                key = Key(kind, False, size, size, _least(self._bounds, longest))
+            elif uneven_contexts(sum(contexts), longest, self._heads):
+                key = Key(kind, False, size, size, _least(self._wide, longest), uneven=True)
+            else:
+                key = Key(kind, False, size, size, self.max_context)
         return key if key in self._graphs else None
 
     def run(self, rows: list[Row], key: Key) -> torch.Tensor:

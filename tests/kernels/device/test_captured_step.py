@@ -123,3 +123,16 @@ def test_find_refuses_what_no_graph_holds(device: torch.device) -> None:
     keys = list(graphs.keys(["ids"]))
     assert len(keys) == len(set(keys)) and keys[0].tokens == 48
     assert {k.rows for k in keys if not k.mixed} == {1, 2, 4, 8, 12}
+
+
+def test_find_splits_one_long_context_although_the_rows_fill_the_chip(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replica.graphs.UNSPLIT_PROGRAMS", 16)
+    graphs, *_ = setup(device)
+    graphs._graphs = dict.fromkeys(graphs.keys(["ids"]), (None, None))  # type: ignore[assignment]
+    even, uneven = batch([1] * 8, [30] * 8, [1] * 8), batch([1] * 8, [126] + [5] * 7, [1] * 8)
+    monkeypatch.setattr("replica.graphs.uneven_contexts", lambda total, longest, heads: total < 8 * longest)
+    assert graphs.find(even, "ids") == Key("ids", False, 8, 8, CONTEXT)
+    assert graphs.find(uneven, "ids") == Key("ids", False, 8, 8, CONTEXT, uneven=True)
+    assert graphs.find(batch([1] * 4, [30] * 4, [1] * 4), "ids") == Key("ids", False, 4, 4, CONTEXT)

@@ -8,7 +8,7 @@ from kernel_oracle import Case, attention_case, close, gated, rms_norm
 
 from kernels.interface import AttentionMeta, LayerKV, Stream
 from kernels.triton_ops import TritonOps
-from kernels.tuning import DecodeConfig, GemmConfig, TuningTable, decode_attention_config, fits, gemm_rule
+from kernels.tuning import DecodeConfig, GemmConfig, TuningTable, decode_attention_config, fits, gemm_rule, uneven_contexts
 
 EPS = 1e-6
 HIDDEN, INTER, VOCAB = 64, 128, 160
@@ -141,5 +141,11 @@ def test_decode_splits_cover_the_context_in_whole_blocks() -> None:
     for batch in (1, 2, 8, 16, 31, 32, 64, 256):
         for max_kv in (16, 1000, 4096, 131072):
             for deterministic in (False, True):
-                c: DecodeConfig = decode_attention_config(batch, 8, max_kv, deterministic)
-                assert c.split % c.block == 0
+                for uneven in (False, True):
+                    c: DecodeConfig = decode_attention_config(batch, 8, max_kv, deterministic, uneven)
+                    assert c.split % c.block == 0 and (c.split or not uneven)
+
+
+def test_one_long_context_among_short_ones_is_split() -> None:
+    assert not uneven_contexts(32 * 1024, 1024, 8) and not uneven_contexts(64 * 4096, 4096, 8)
+    assert uneven_contexts(31 * 500 + 4000, 4000, 8) and not uneven_contexts(255 * 500 + 4000, 4000, 8)
