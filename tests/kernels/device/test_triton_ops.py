@@ -8,7 +8,15 @@ from kernel_oracle import Case, attention_case, close, gated, rms_norm
 
 from kernels.interface import AttentionMeta, LayerKV, Stream
 from kernels.triton_ops import TritonOps
-from kernels.tuning import DecodeConfig, GemmConfig, TuningTable, decode_attention_config, fits, gemm_rule, uneven_contexts
+from kernels.tuning import (
+    DecodeConfig,
+    GemmConfig,
+    TuningTable,
+    decode_attention_config,
+    fits,
+    gemm_rule,
+    uneven_contexts,
+)
 
 EPS = 1e-6
 HIDDEN, INTER, VOCAB = 64, 128, 160
