@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +20,10 @@ app = typer.Typer(help="Measure the engine or the serving path.", no_args_is_hel
 
 def report(figures: dict[str, Any], units: dict[str, str], json_path: Path | None = None) -> None:
     """Prints the result as one JSON line: figures, units, versions, command, machine. Also to ``json_path``."""
-    names = ("ray", "torch", "transformers", "numpy")
     result = {
         "figures": figures,
         "units": units,
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": dict(_versions("ray", "torch", "triton", "transformers", "numpy")),
         "command": " ".join(["everwarm", *sys.argv[1:]]),
         "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), **_cpu_model()},
     }
@@ -30,6 +31,12 @@ def report(figures: dict[str, Any], units: dict[str, str], json_path: Path | Non
     if json_path is not None:
         json_path.write_text(line + "\n")
     print(line, flush=True)
+
+
+def _versions(*names: str) -> Iterator[tuple[str, str]]:
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _cpu_model() -> dict[str, str]:
@@ -84,6 +91,37 @@ def bench_engine(
         figures = bench.run(load, console)
     except (UnknownModel, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+    bench.show(figures, console)
+    report(figures, bench.UNITS, json_path)
+    raise typer.Exit(0 if bench.holds(figures) else 1)
+
+
+@app.command("gpu", epilog="Example: everwarm bench gpu --runs S:0,P:0,decode:32 --peer vllm --peer-path /opt/vllm")
+def bench_gpu(
+    shapes: Annotated[str, typer.Option(help="Model shapes, comma-separated; weights are random.")] = "qwen3-8b",
+    runs: Annotated[
+        str, typer.Option(help="S[:seed], P[:seed], decode:BATCH, open:RATE or open:PERCENT% of the peer's S.")
+    ] = "S:0,open:50%,open:80%,P:0,decode:1,decode:32,decode:64",
+    peer: Annotated[str | None, typer.Option(help="vllm, or none.")] = None,
+    peer_path: Annotated[Path | None, typer.Option(help="Where the peer is installed, if not beside us.")] = None,
+    options: Annotated[str, typer.Option(help="EngineConfig for our side, JSON.")] = "{}",
+    peer_options: Annotated[str, typer.Option(help="Engine arguments of the peer, JSON.")] = "{}",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of S, P and open.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """Our engine and a peer on this GPU, one after the other, same requests, random weights. Exit 1: goals missed."""
+    from cluster.bench import gpu as bench
+
+    try:
+        load = bench.Workload.parse(shapes, runs, peer, peer_path, options, peer_options, limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console()
+    try:
+        figures = bench.run(load, console)
+    except bench.SideFailed as error:
+        console.print(f"[red]{error}[/red]", markup=True)
+        raise typer.Exit(2) from None
     bench.show(figures, console)
     report(figures, bench.UNITS, json_path)
     raise typer.Exit(0 if bench.holds(figures) else 1)

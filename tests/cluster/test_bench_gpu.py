@@ -1,0 +1,179 @@
+"""``everwarm bench gpu`` without a GPU: the loads, both ends of a side's process, and the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.bench import gpu, gpu_loads, gpu_sides
+from cluster.bench.shapes import SHAPES
+from replica.config import EngineConfig, ModelFacts, resolve
+from replica.loop import Engine
+from replica.stub import StubRunner
+from router.pages import RootFields
+
+
+@pytest.fixture
+def stub_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of an engine on a GPU: the real loop over a runner that samples without a model."""
+
+    def make(shape: Any, options: dict[str, Any], on_deltas: Any) -> tuple[Engine, Any]:
+        facts = ModelFacts(max_position=8192, num_layers=1, num_kv_heads=1, head_dim=16)
+        config = resolve(EngineConfig(max_num_pages=6000, max_batch_size=64, chunk_size=2048), facts)
+        runner = StubRunner(num_pages=6000, max_batch_size=64, content=False, vocab_size=152000)
+        runner.describe = lambda: dict.fromkeys(("device", "kernels", "graphs", "steps", "compiled_after_ready"))
+        root = RootFields("bench", "none", "float32", 16)
+        engine = Engine(config, runner, root=root, on_deltas=on_deltas, on_events=lambda batch: None)
+        return engine, config
+
+    monkeypatch.setattr("cluster.bench.random_engine.open_random_engine", make)
+
+
+def test_loads_are_what_they_say() -> None:
+    jobs, others = gpu_loads.mixed_lengths(0), gpu_loads.mixed_lengths(1)
+    sizes = [len(job.prompt) for job in jobs]
+    assert len(jobs) == 500 and sum(2048 <= n <= 4096 for n in sizes) == 40
+    assert all(128 <= n <= 512 or n >= 2048 for n in sizes) and all(job.tokens == 128 for job in jobs)
+    assert sizes == [len(job.prompt) for job in others] and jobs[0].prompt != others[0].prompt
+    shared = gpu_loads.shared_prefixes(0)
+    heads = [tuple(job.prompt[:2048]) for job in shared]
+    counts = sorted((heads.count(head) for head in set(heads)), reverse=True)
+    assert len(counts) == 8 and counts[0] > 2 * counts[4] and len({tuple(job.prompt) for job in shared}) == 200
+    outputs = [job.tokens for job in gpu_loads.open_jobs(0, 200)]
+    assert len(outputs) == 200 and min(outputs) >= 16 and max(outputs) <= 256 and len(set(outputs)) > 50
+
+
+@pytest.mark.parametrize("text", ["X", "S:x", "decode", "decode:0", "open", "open:-1", "open:0", "P:-1"])
+def test_bad_runs_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed are S"):
+        gpu_loads.parse_run(text)
+    with pytest.raises(ValueError, match="--runs"):
+        gpu.Workload.parse("qwen3-8b", f"S:0,{text}", None, None, "{}", "{}", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"shapes": "big"}, "--shapes: 'big'"), ({"peer": "x"}, "--peer: 'x'"), ({"options": "[]"}, "--options"),
+     ({"peer_options": "{"}, "--peer-options"), ({"peer_path": Path("/tmp")}, "--peer-path")],
+)  # fmt: skip
+def test_bad_options_are_named(change: dict[str, Any], named: str) -> None:
+    good = {
+        "shapes": "qwen3-8b", "runs": "S", "peer": None, "peer_path": None, "options": "{}", "peer_options": "{}",
+        "limit": None,
+    }  # fmt: skip
+    gpu.Workload.parse(**good)
+    with pytest.raises(ValueError, match=named):
+        gpu.Workload.parse(**{**good, **change})
+
+
+def test_a_side_measures_every_kind_of_run(stub_engine: None) -> None:
+    shape = SHAPES["qwen3-0.6b"]
+    side = gpu_sides.EverwarmSide(shape, {})
+    report = asyncio.run(gpu_sides.measure(side, shape, ["S:0", "open:50%", "P", "decode:2"], limit=12))
+    runs = report["runs"]
+    for name in ("S:0", "open:50%", "P"):
+        assert runs[name]["requests"] == 12 and not runs[name]["failed"] and runs[name]["tokens_s"] > 0
+        assert 0 < runs[name]["ttft_p50_ms"] <= runs[name]["ttft_p99_ms"]
+    assert runs["open:50%"]["rate"] == pytest.approx(runs["S:0"]["requests_s"] / 2, rel=1e-3)
+    assert runs["P"]["cached"] > 0.2 and runs["S:0"]["cached"] == 0
+    floor = shape.floor_s(2, 1152) * 1e3
+    assert runs["decode:2"]["floor_ms"] == pytest.approx(floor, rel=1e-3)
+    assert runs["decode:2"]["share_of_floor"] == pytest.approx(floor / runs["decode:2"]["step_ms"], rel=1e-3)
+
+
+def test_floors_of_the_shapes() -> None:
+    assert SHAPES["qwen3-8b"].floor_s(1, 1152) * 1e3 == pytest.approx(3.56, abs=0.01)
+    assert SHAPES["qwen3-0.6b"].floor_s(64, 1152) * 1e3 == pytest.approx(2.244, abs=0.01)
+
+
+def test_summary_counts_what_a_client_sees() -> None:
+    fast = gpu_loads.Trace(10.0, 100, times=[10.1, 10.2, 10.4], counts=[1, 1, 2], num_cached=50)
+    slow = gpu_loads.Trace(10.0, 300, times=[10.5, 10.6], counts=[1, 1])
+    broken = gpu_loads.Trace(10.0, 300, error="no")
+    found = gpu_loads.summary([fast, slow, broken], 2.0)
+    assert (found["requests"], found["failed"], found["first_error"]) == (2, 1, "no")
+    assert found["tokens_s"] == 3.0 and found["cached"] == 0.125
+    assert found["ttft_p50_ms"] == pytest.approx(300) and found["gap_p50_ms"] == pytest.approx(100)
+    assert found["tpot_p99_ms"] == pytest.approx(100)
+    assert gpu_loads.steady_rate([fast, gpu_loads.Trace(10.0, 1, times=[10.15, 10.3], counts=[1, 1])]) == pytest.approx(
+        2 / 0.15
+    )
+
+
+async def _instant(job: gpu_loads.Job) -> gpu_loads.Trace:
+    return gpu_loads.Trace(time.perf_counter(), len(job.prompt), [time.perf_counter()], [job.tokens])
+
+
+def test_open_loop_counts_from_when_a_request_was_due() -> None:
+    class Busy:
+        async def run(self, job: gpu_loads.Job) -> gpu_loads.Trace:
+            time.sleep(0.02)  # noqa: ASYNC251  # holds the client's loop, so that later requests are sent late
+            return await _instant(job)
+
+    jobs = [gpu_loads.Job([1], 1)] * 10
+    traces, _ = asyncio.run(gpu_loads.open_loop(Busy(), jobs, 1000.0, 0))  # type: ignore[arg-type]
+    waits = sorted(t.times[0] - t.start for t in traces)
+    assert waits[-1] > 0.1, "a late start must not shorten the wait"
+
+
+def report_of(side: str, scale: float) -> dict[str, Any]:
+    times = {f"{name}_p{q}_ms": 100.0 / scale for name in ("ttft", "gap") for q in (50, 99)}
+    row = {"tokens_s": 1000.0 * scale, "failed": 0, **times}
+    return {
+        "side": side,
+        "runs": {"S:0": row, "open:50%": {"rate": 5.0, **row}, "decode:1": {"tokens_s": 10.0 * scale}},
+    }
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.3, True), (1.0, False)])
+def test_peer_first_and_at_its_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scale: float, verdict: bool
+) -> None:
+    commands: list[list[str]] = []
+
+    def fake(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        commands.append(command)
+        side = command[3]
+        runs = command[command.index("--runs") + 1 :]
+        report = report_of(side, 1.0 if side == "vllm" else scale)
+        report["runs"] = dict(zip(runs, report["runs"].values(), strict=True))
+        Path(command[command.index("--out") + 1]).write_text(json.dumps(report))
+        assert (env["PYTHONPATH"].split(":")[0] == str(tmp_path)) == (side == "vllm")
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(gpu.subprocess, "run", fake)
+    load = gpu.Workload.parse("qwen3-8b", "S:0,open:50%,decode:1", "vllm", tmp_path, "{}", "{}", None)
+    figures = gpu.run(load, Console(quiet=True))
+    assert [command[3] for command in commands] == ["vllm", "everwarm"]
+    assert "open:50%" in commands[0] and "open:5.0" in commands[1]
+    assert gpu.holds(figures) is verdict
+    console = Console(record=True, width=200)
+    gpu.show(figures, console)
+    assert f"{scale:.2f}x" in console.export_text()
+
+
+def test_a_side_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(command: list[str], stdout: Any, **_: Any) -> Any:
+        stdout.write(b"out of memory")
+        return type("Done", (), {"returncode": 1})
+
+    monkeypatch.setattr(gpu.subprocess, "run", fake)
+    with pytest.raises(gpu.SideFailed, match="ended with 1"):
+        gpu.run(gpu.Workload.parse("qwen3-8b", "S", None, None, "{}", "{}", None), Console(quiet=True))
+
+
+def test_without_a_gpu_the_side_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    from cluster.bench.random_engine import open_random_engine
+
+    with pytest.raises(ValueError, match="device"):
+        open_random_engine(SHAPES["qwen3-8b"], {}, lambda deltas: None)
