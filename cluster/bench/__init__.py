@@ -64,16 +64,18 @@ def bench_serve(
     raise typer.Exit(0 if bench.holds(figures) else 1)
 
 
-@app.command("engine", epilog="Example: everwarm bench engine --threads 2 --batches 1,8 --json engine.json")
+@app.command("engine", epilog="Example: everwarm bench engine --batches 1,8,32 --budget 180 --json engine.json")
 def bench_engine(
     model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each side.")] = 2,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill cell.")] = 512,
     context: Annotated[int, typer.Option(min=1, help="Prompt tokens of the decode cells.")] = 256,
-    batches: Annotated[str, typer.Option(help="Decode batch sizes, comma-separated.")] = "1,8,32",
+    batches: Annotated[str, typer.Option(help="Decode batch sizes, comma-separated.")] = "1,8",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per sequence.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are compared.")] = 3,
-    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also run transformers' generate.")] = True,
+    peer: Annotated[str, typer.Option(help="transformers or none.")] = "transformers",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 75.0,
+    quick: Annotated[bool, typer.Option("--quick", help="One round of small cells; no goal is judged.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
 ) -> None:
     """Our engine and transformers' generate, same weights, threads and prompts, on a CPU. Exit 1: goals missed."""
@@ -85,13 +87,29 @@ def bench_engine(
         raise typer.BadParameter(
             f"{batches!r}; positive numbers separated by commas are needed", param_hint="--batches"
         )
-    load = bench.Workload(model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, peer)
-    console = Console()
+    load = bench.Workload(
+        model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, peer, budget
+    )
     try:
-        figures = bench.run(load, console)
+        figures = bench.run(bench.quick(load) if quick else load, Console(stderr=True))
     except (UnknownModel, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    bench.show(figures, console)
+    bench.show(figures, Console())
+    report(figures, bench.UNITS, json_path)
+    raise typer.Exit(0 if bench.holds(figures) else 1)
+
+
+@app.command("overhead", epilog="Example: everwarm bench overhead --batch 64")
+def bench_overhead(
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Decoding requests per step.")] = 64,
+    steps: Annotated[int, typer.Option(min=120, help="Steps measured, in windows of 40.")] = 600,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """CPU time of the engine's own thread per step, on a runner that computes nothing. Exit 1: over 300 us at 64."""
+    from cluster.bench import overhead as bench
+
+    figures = bench.run(batch, steps, Console(stderr=True))
+    bench.show(figures, Console())
     report(figures, bench.UNITS, json_path)
     raise typer.Exit(0 if bench.holds(figures) else 1)
 

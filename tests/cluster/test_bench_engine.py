@@ -32,54 +32,73 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_compares_and_reports(checkpoint: Path) -> None:
     threads = torch.get_num_threads()
-    screen = Console(file=io.StringIO(), width=120)
+    progress, screen = Console(file=io.StringIO(), width=120), Console(file=io.StringIO(), width=120)
     load = bench.Workload(str(checkpoint), threads=1, prompt=40, context=20, batches=(1, 3), tokens=6, rounds=2)
-    figures = bench.run(load, screen)
+    figures = bench.run(load, progress)
     assert torch.get_num_threads() == threads
-    assert figures["same_tokens"] == 1.0
+    assert figures["same_tokens"] == {"transformers": 1.0} and figures["rounds"] == 2
     assert set(figures["cells"]) == {"prefill", "decode_b1", "decode_b3"}
     for cell in figures["cells"].values():
-        assert len(cell["ours_all"]) == len(cell["transformers_all"]) == 2
-        assert cell["ours_tok_s"] > 0 and cell["transformers_tok_s"] > 0
-        assert cell["ratio"] == pytest.approx(cell["ours_tok_s"] / cell["transformers_tok_s"], rel=0.05)
+        ours, theirs = cell["fp32"], cell["transformers"]
+        assert len(ours["all"]) == len(theirs["all"]) == 2
+        assert ours["tok_s"] > 0 and theirs["tok_s"] > 0
+        assert cell["ratios"]["fp32/transformers"] == pytest.approx(ours["tok_s"] / theirs["tok_s"], rel=0.05)
     assert json.loads(json.dumps(figures)) == figures
     bench.show(figures, screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "prefill" in shown and "decode, batch 3" in shown and "100.0% of the sequences" in shown
+    lines = progress.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 1 + 3 * 3, "where there is no terminal, one line per step"
+    assert lines[-1].endswith("10/10 round 2 of 2, decode_b3")
+
+
+def test_the_budget_ends_the_rounds_and_says_so(checkpoint: Path) -> None:
+    progress = Console(file=io.StringIO(), width=120)
+    load = bench.Workload(
+        str(checkpoint), threads=1, prompt=16, context=16, batches=(1,), tokens=4, rounds=9, peer="none", budget_s=0.0
+    )
+    figures = bench.run(load, progress)
+    assert figures["rounds"] == 1 and len(figures["cells"]["prefill"]["fp32"]["all"]) == 1
+    assert "ends the measurement after 1 rounds" in progress.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_without_the_peer_it_only_measures(checkpoint: Path) -> None:
     screen = Console(file=io.StringIO())
     load = bench.Workload(
-        str(checkpoint), threads=1, prompt=16, context=16, batches=(2,), tokens=4, rounds=1, peer=False
+        str(checkpoint), threads=1, prompt=16, context=16, batches=(2,), tokens=4, rounds=1, peer="none"
     )
     figures = bench.run(load, screen)
-    assert figures["same_tokens"] is None and "ratio" not in figures["cells"]["decode_b2"]
+    assert figures["same_tokens"] == {} and figures["cells"]["decode_b2"]["ratios"] == {}
     assert bench.holds(figures)
     bench.show(figures, screen)
 
 
+def test_quick_is_small_and_is_not_judged() -> None:
+    small = bench.quick(bench.Workload())
+    assert small.rounds == 1 and small.prompt <= 256 and small.tokens <= 12
+    slow = {"prefill": {"ratios": {"fp32/transformers": 0.1}}}
+    assert bench.holds({"quick": True, "cells": slow}) and not bench.holds({"quick": False, "cells": slow})
+
+
 def test_goals() -> None:
-    cells = {
-        "prefill": {"ratio": 1.1},
-        "decode_b1": {"ratio": 1.2},
-        "decode_b8": {"ratio": 1.0},
-        "decode_b32": {"ratio": 0.2},
-    }
-    assert bench.holds({"cells": cells})
+    good = {"prefill": 1.1, "decode_b1": 1.2, "decode_b8": 1.0, "decode_b32": 0.2}
+    cells = {name: {"ratios": {"fp32/transformers": ratio}} for name, ratio in good.items()}
+    assert bench.holds({"quick": False, "cells": cells})
     for name in ("prefill", "decode_b1", "decode_b8"):
-        assert not bench.holds({"cells": cells | {name: {"ratio": 0.99}}})
+        worse = cells | {name: {"ratios": {"fp32/transformers": 0.99}}}
+        assert not bench.holds({"quick": False, "cells": worse})
 
 
 def test_the_command_ends_with_one_json_line(checkpoint: Path, tmp_path: Path) -> None:
-    options = "--threads 1 --prompt 16 --context 16 --batches 2 --tokens 4 --rounds 1 --no-peer"
+    options = "--threads 1 --prompt 16 --context 16 --batches 2 --tokens 4 --rounds 1 --peer none"
     result = CliRunner().invoke(
         app, ["engine", "--model", str(checkpoint), *options.split(), "--json", f"{tmp_path}/x.json"]
     )
     assert result.exit_code == 0, result.output
-    line = json.loads(result.output.splitlines()[-1])
+    line = json.loads(result.stdout.splitlines()[-1])
     assert line == json.loads((tmp_path / "x.json").read_text())
-    assert line["figures"]["cells"]["decode_b2"]["ours_tok_s"] > 0 and "torch" in line["versions"] and line["units"]
+    assert line["figures"]["cells"]["decode_b2"]["fp32"]["tok_s"] > 0 and "torch" in line["versions"] and line["units"]
+    assert "warm-up, prefill" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -89,9 +108,19 @@ def test_the_command_ends_with_one_json_line(checkpoint: Path, tmp_path: Path) -
         (["--batches", "0"], "--batches"),
         (["--model", "/nowhere/at-all"], "/nowhere/at-all"),
         (["--prompt", "999999"], "1000000 exceeds"),
+        (["--peer", "nobody"], "transformers, none"),
     ],
 )
 def test_unusable_arguments_exit_2(checkpoint: Path, options: list[str], message: str) -> None:
     defaults = [] if "--model" in options else ["--model", str(checkpoint)]
-    result = CliRunner().invoke(app, ["engine", *defaults, "--no-peer", *options])
+    result = CliRunner().invoke(app, ["engine", *defaults, "--peer", "none", *options])
     assert result.exit_code == 2 and message in result.output
+
+
+def test_overhead_command_judges_the_best_window() -> None:
+    result = CliRunner().invoke(app, ["overhead", "--batch", "4", "--steps", "120"])
+    line = json.loads(result.stdout.splitlines()[-1])
+    runs = line["figures"]["runs"]
+    assert runs["one step ahead"]["tokens"] == runs["no step ahead"]["tokens"] == 4 * 120
+    assert result.exit_code == (0 if runs["one step ahead"]["best_us"] <= 300 else 1)
+    assert "async_scheduling=true" in result.stderr and "best <= 300" in result.stdout
