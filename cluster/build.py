@@ -128,7 +128,7 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
     checkpoint = locate(model, weights=True)
     resolved, runner = open_runner(checkpoint, config)
     root = RootFields(
-        model_fingerprint(checkpoint), tokenizer_fingerprint(checkpoint), resolved.dtype, resolved.page_size
+        model_fingerprint(checkpoint), tokenizer_fingerprint(checkpoint), resolved.kv_cache_dtype, resolved.page_size
     )
     limits = {
         "max_model_len": resolved.max_model_len,

@@ -30,7 +30,7 @@ _READER = {"qkv": "norm_linear", "o": "linear_add", "down": "linear_add", "gate_
 
 @dataclass(frozen=True)
 class Site:
-    """What a choice may depend on. ``kv_dtype`` is what the pages hold."""
+    """What a choice may depend on. ``kv_dtype`` is what the pages hold: uint8 stands for packed int4."""
 
     device: torch.device
     dtype: torch.dtype
@@ -78,6 +78,8 @@ def _triton_candidate() -> Candidate:
             return f"Triton kernels are written for bfloat16, this is {str(site.dtype).removeprefix('torch.')}"
         if operation == "attention" and (site.head_dim < 32 or site.head_dim & (site.head_dim - 1)):
             return f"head_dim {site.head_dim} is not a power of two of at least 32"
+        if operation == "attention" and site.kv_dtype in (torch.int8, torch.uint8):
+            return f"Triton attention doesn't read pages of {'int8' if site.kv_dtype == torch.int8 else 'int4'}"
         return None
 
     return Candidate("triton", True, make, decline)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import torch
 import torch.nn.functional as F
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
+from kernels.quantized_kv import dequantize, raw, write
 
 GROUP_COST_PAGES = 12
 """What one more group costs (two calls), in page gathers: a group splits only when it saves more padding."""
@@ -85,7 +87,7 @@ class TorchAttention:
         plan = _plan(meta, shape, qkv, cos, sin)
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         split = qkv.view(-1, heads + 2 * kv_heads, dim)
-        joined = _joined(kv)
+        joined = _joined(kv.k, kv.v)
         if q_norm is not None and k_norm is not None:
             qk = torch.empty_like(split[:, : heads + kv_heads])
             qk[:, :heads] = F.rms_norm(split[:, :heads], (dim,), q_norm, shape.eps)
@@ -98,9 +100,7 @@ class TorchAttention:
         if joined is not None and joined.dtype == qkv.dtype:
             joined.view(-1, 2 * kv_heads, dim).index_copy_(0, meta.slots, split[:, heads:])
         else:
-            new_k, new_v = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-            kv.k.view(-1, kv_heads, dim).index_copy_(0, meta.slots, new_k.to(kv.k.dtype))
-            kv.v.view(-1, kv_heads, dim).index_copy_(0, meta.slots, new_v.to(kv.v.dtype))
+            write(kv, meta.slots, split[:, heads : heads + kv_heads], split[:, heads + kv_heads :])
         return self._attend(split, kv, joined, plan, shape)
 
     def _attend(
@@ -118,7 +118,7 @@ class TorchAttention:
         for group in plan.groups:
             out[group.rows] = self._decode(q[group.rows], kv, joined, group, shape.scale)
         for span in plan.spans:
-            if span.context == 0:
+            if span.context == 0 and kv.k.dtype == split.dtype:  # else everybody reads what the pages made of it
                 new = split[span.start : span.end]
                 k, v = new[:, heads : heads + kv_heads], new[:, heads + kv_heads :]
             else:
@@ -140,12 +140,19 @@ class TorchAttention:
         self, kv: LayerKV, joined: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of the given pages -> k, v [len(pages) * page_size, kv, D], valid until the next gather."""
+        k_scale, v_scale = kv.k_scale, kv.v_scale
         if joined is not None:
-            both = self._select(0, joined, pages).flatten(0, 1).to(dtype)
+            scale = None
+            if k_scale is not None and v_scale is not None:
+                scales = _joined(k_scale, v_scale)
+                assert scales is not None, "scales lie as their codes do"
+                scale = self._select(2, scales, pages)
+            both = _values(self._select(0, joined, pages), scale, dtype)
             half = both.shape[1] // 2
             return both[:, :half], both[:, half:]
-        k, v = self._select(0, kv.k, pages), self._select(1, kv.v, pages)
-        return k.flatten(0, 1).to(dtype), v.flatten(0, 1).to(dtype)
+        k = _values(self._select(0, kv.k, pages), None if k_scale is None else self._select(2, k_scale, pages), dtype)
+        v = _values(self._select(1, kv.v, pages), None if v_scale is None else self._select(3, v_scale, pages), dtype)
+        return k, v
 
     def _select(self, which: int, pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         need = pages.numel()
@@ -153,7 +160,13 @@ class TorchAttention:
         if buffer is None or len(buffer) < need or buffer.shape[1:] != pool.shape[1:] or buffer.dtype != pool.dtype:
             size = 1 << (need - 1).bit_length()
             buffer = self._buffers[which] = torch.empty(size, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
-        return torch.index_select(pool, 0, pages, out=buffer[:need])
+        torch.index_select(raw(pool), 0, pages, out=raw(buffer[:need]))
+        return buffer[:need]
+
+
+def _values(pages: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Gathered pages [P, page_size, heads, ...] by token, in the dtype of the computation."""
+    return dequantize(pages.flatten(0, 1), None if scale is None else scale.flatten(0, 1), dtype)
 
 
 def _prefill(
@@ -173,17 +186,17 @@ def _prefill(
         out[start:end].copy_(mixed.view(kv_heads, size, per_kv, dim).transpose(0, 1))
 
 
-def _joined(kv: LayerKV) -> torch.Tensor | None:
-    """k and v as one tensor [num_pages, page_size, 2 kv, D] where they are the halves of one: a single write and a
-    single gather then serve both."""
-    k, v = kv.k, kv.v
-    pages, size, heads, dim = k.shape
+def _joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """k and v [num_pages, page_size, heads, ...] as one tensor [num_pages, page_size, 2 heads, ...] where they are the
+    halves of one: a single write and a single gather then serve both."""
+    pages, size, heads, *rest = k.shape
+    width = prod(rest)
     stride = k.stride()
-    if stride != (size * 2 * heads * dim, 2 * heads * dim, dim, 1) or v.stride() != stride:
+    if stride[:3] != (size * 2 * heads * width, 2 * heads * width, width) or v.stride() != stride:
         return None
-    if v.data_ptr() != k.data_ptr() + heads * dim * k.element_size():
+    if v.data_ptr() != k.data_ptr() + heads * width * k.element_size():
         return None
-    return k.as_strided((pages, size, 2 * heads, dim), stride)
+    return k.as_strided((pages, size, 2 * heads, *rest), stride)
 
 
 def rotate_(x: torch.Tensor, plan: Plan) -> None:

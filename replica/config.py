@@ -51,6 +51,11 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     cpu_kv_gb: float = Field(1.0, gt=0)
     """GiB of KV per replica on a CPU when max_num_pages is auto."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8", "int4"] = "auto"
+    """What pages hold. auto: the model's dtype, exact. int8, int4: one scale per token and KV head; fp8: e4m3 without
+    scales. Narrower pages are more pages from the same memory, and other tokens now and then."""
+    host_cache_gb: float = Field(0.0, ge=0)
+    """GiB of host memory per replica for pages that the device evicts; they come back instead of being recomputed."""
 
     scheduler: Literal["continuous", "static"] = "continuous"
     """static: a batch runs to its end before the next starts (the baseline)."""
@@ -79,6 +84,9 @@ class EngineConfig(BaseModel):
     prefix_caching: bool = True
     prefix_cache_max_pages: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Capacity of cached, unreferenced pages; auto: the whole pool."""
+    canary: bool = False
+    """Keep a checksum of every indexed page and compare it in sweeps; a page that changed is dropped and the requests
+    that hold it end with an error."""
 
     fused_rmsnorm: Switch = "auto"
     fused_qkv: Switch = "auto"
@@ -95,7 +103,7 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checkpoint says about itself."""
+    """What the checkpoint says about itself, and what it takes."""
 
     max_position: int
     """Longest context it was trained for, tokens."""
@@ -105,8 +113,10 @@ class ModelFacts:
     weight_bytes: int = 0
     """In the dtype that will be served."""
 
-    def kv_bytes_per_token(self, itemsize: float) -> float:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes_per_token(self, kv_dtype: str) -> float:
+        """Of a resolved ``kv_cache_dtype``, scales included."""
+        per_head = self.head_dim * KV_ITEMSIZE[kv_dtype] + (4 if kv_dtype in ("int8", "int4") else 0)
+        return 2 * self.num_layers * self.num_kv_heads * per_head
 
 
 @dataclass(frozen=True)
@@ -133,8 +143,13 @@ class ResolvedConfig:
     max_model_len: int
     kv_cache_paging: bool
     page_size: int
+    kv_cache_dtype: str
+    """float32, bfloat16, float16, fp8, int8 or int4."""
     num_pages: int
     """Pages the runner allocates, the null page included: max_num_pages after resolution."""
+    host_cache_gb: float
+    num_host_pages: int
+    """Pages that host_cache_gb holds."""
     scheduler: Literal["continuous", "static"]
     max_batch_size: int
     max_prefill_batch: int
@@ -148,6 +163,7 @@ class ResolvedConfig:
     watermark: float
     prefix_caching: bool
     prefix_cache_max_pages: int
+    canary: bool
     fused_rmsnorm: str
     fused_qkv: str
     fused_silu: str
@@ -162,9 +178,10 @@ class ResolvedConfig:
         return -(-num_tokens // self.page_size)
 
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 _PASSED_ON = (
-    "kv_cache_paging", "page_size", "scheduler", "max_prefill_batch", "prefill_priority", "chunked_prefill",
+    "kv_cache_paging", "page_size", "host_cache_gb", "canary", "scheduler", "max_prefill_batch", "prefill_priority",
+    "chunked_prefill",
     "ageing_s", "max_waiting", "async_scheduling", "watermark", "fused_rmsnorm", "fused_qkv", "fused_silu",
     "fused_attention", "fused_precision", "deterministic", "log_level",
 )  # fmt: skip
@@ -187,6 +204,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None 
             why[name] = f"{value}: {reason}"
 
     pick("dtype", "bfloat16" if cuda else "float32", f"the default on {device.kind}")
+    out["kv_cache_dtype"] = out["dtype"] if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     pick("threads", device.cores if device.alone else 1, "all cores" if device.alone else "replicas share the cores")
     _resolve_memory(config, model, device, out, why)
     _resolve_budget(config, model, cuda, out, why, pick)
@@ -199,7 +217,13 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None 
 def _resolve_memory(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], why: dict[str, str]
 ) -> None:
-    page_bytes = model.kv_bytes_per_token(_ITEMSIZE[out["dtype"]]) * config.page_size
+    page_bytes = model.kv_bytes_per_token(out["kv_cache_dtype"]) * config.page_size
+    out["num_host_pages"] = int(config.host_cache_gb * 2**30 / page_bytes)
+    if config.host_cache_gb and not out["num_host_pages"]:
+        raise ValueError(
+            f"host_cache_gb: {config.host_cache_gb} holds no page of {page_bytes / 2**10:.0f} KiB; "
+            f"at least {page_bytes / 2**30:.2g} are needed"
+        )
     if config.max_num_pages != "auto":
         pages = config.max_num_pages
     elif device.kv_bytes is not None:
@@ -263,5 +287,8 @@ def _resolve_prefix_cache(config: EngineConfig, out: dict[str, Any], why: dict[s
             raise ValueError("prefix_caching: true needs kv_cache_paging; contiguous reservations share no pages")
         out["prefix_caching"] = False
         why["prefix_caching"] = "false: kv_cache_paging is off and contiguous reservations share no pages"
+    for name in ("host_cache_gb", "canary"):
+        if getattr(config, name) and not out["prefix_caching"]:
+            raise ValueError(f"{name}: {getattr(config, name)} needs prefix_caching; without it no page is kept")
     pick("prefix_cache_max_pages", out["num_pages"] - 1, "the whole pool")
     out["prefix_cache_max_pages"] = min(out["prefix_cache_max_pages"], out["num_pages"] - 1)

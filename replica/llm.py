@@ -62,7 +62,7 @@ class LLM:
         self._runner = runner
         self._roots: dict[str, bytes] = {}
         self._ids = itertools.count()
-        self.root = root or RootFields("local", "local", config.dtype, config.page_size)
+        self.root = root or RootFields("local", "local", config.kv_cache_dtype, config.page_size)
         self.engine = Engine(
             config,
             runner,

@@ -145,21 +145,6 @@ class Decoder:
         return choose(x, None, self.weights.norm, self.config.norm_eps, self.weights.head, draw)
 
 
-def allocate_kv(
-    config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[LayerKV]:
-    """Zeroed pages for every layer. Zeroed, because attention multiplies what it masks by 0, and 0 * NaN is NaN."""
-    heads = config.num_kv_heads
-
-    def zeros(count: int) -> torch.Tensor:
-        return torch.zeros(num_pages, page_size, count, config.head_dim, dtype=dtype, device=device)
-
-    if device.type != "cpu":
-        return [LayerKV(zeros(heads), zeros(heads)) for _ in range(config.num_layers)]
-    joined = [zeros(2 * heads) for _ in range(config.num_layers)]
-    return [LayerKV(both[:, :, :heads], both[:, :, heads:]) for both in joined]
-
-
 def random_model(
     config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Weights:

@@ -19,11 +19,13 @@ import numpy as np
 import torch
 
 from kernels.dispatch import SWITCHES, Dispatch, Site
+from kernels.quantized_kv import stored_dtype
 from replica import weights as checkpoints
 from replica.batch import Batch, Row, StepResult
 from replica.config import ResolvedConfig
 from replica.inputs import InputBuilder
-from replica.model import Decoder, ModelConfig, Weights, allocate_kv
+from replica.kv import PagedKV
+from replica.model import Decoder, ModelConfig, Weights
 from replica.prompt_logprobs import PromptLogprobs, PromptScores
 from replica.sampler import Sampled, SamplePlan, Sampler
 
@@ -38,7 +40,7 @@ def choose_ops(model: ModelConfig, config: ResolvedConfig) -> Dispatch:
     site = Site(
         device=torch.device(config.device),
         dtype=getattr(torch, config.dtype),
-        kv_dtype=getattr(torch, config.dtype),
+        kv_dtype=stored_dtype(config.kv_cache_dtype),
         page_size=config.page_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
@@ -134,7 +136,8 @@ class ModelRunner:
         self._dtype = weights.embed.dtype
         self._ops = choose_ops(model, config) if ops is None else ops
         self._decoder = Decoder(model, weights, self._ops, config.max_model_len)
-        self._kv = allocate_kv(model, config.num_pages, config.page_size, self._dtype, self._device)
+        self.kv = PagedKV(model, config.num_pages, config.page_size, config.kv_cache_dtype, self._device)
+        self._kv = self.kv.layers
         self._inputs = InputBuilder(self._device, config.page_size)
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
@@ -203,7 +206,8 @@ class ModelRunner:
             "family": m.family,
             "num_layers": m.num_layers,
             "weight_bytes": m.num_weights() * itemsize,
-            "kv_bytes": self.num_pages * int(m.facts(itemsize).kv_bytes_per_token(itemsize)) * self.config.page_size,
+            "kv_cache_dtype": self.config.kv_cache_dtype,
+            "kv_bytes": self.kv.num_bytes,
             "num_pages": self.num_pages,
             "kernels": self._ops.choices(),
             "graphs": self._no_graphs if self._graphs is None else self._graphs.describe(),
@@ -225,8 +229,7 @@ class ModelRunner:
     def check_invariants(self) -> None:
         """Call with no step in flight."""
         self._sampler.edits.check_invariants()
-        for layer in self._kv:
-            assert layer.k[0].count_nonzero() == 0 and layer.v[0].count_nonzero() == 0, "the null page was written"
+        self.kv.check_invariants()
 
     def _capture(self) -> str:
         """Captures steps where that is possible; else returns why not."""
@@ -340,7 +343,4 @@ class ModelRunner:
 
     def _scrub(self, row: Row) -> None:
         """Attention multiplies what it masks by 0; a NaN left in a page would reach whoever gets that page next."""
-        pages = torch.from_numpy(np.asarray(row.pages, np.int64)).to(self._device)
-        for layer in self._kv:
-            for pool in (layer.k, layer.v):
-                pool[pages] = torch.nan_to_num(pool[pages], nan=0.0, posinf=0.0, neginf=0.0)
+        self.kv.scrub(torch.from_numpy(np.asarray(row.pages, np.int64)).to(self._device))

@@ -105,7 +105,7 @@ def test_attention(batch: str, qk_norm: bool, block: int, joined: bool, monkeypa
     meta, num_pages = make_meta(BATCHES[batch])
     shape = AttentionShape(6, 2, 16, 1e-6, 16**-0.5)
     kv = random_pages(num_pages, 2, 16, joined)
-    assert (torch_attention._joined(kv) is not None) == joined
+    assert (torch_attention._joined(kv.k, kv.v) is not None) == joined
     before = LayerKV(kv.k.clone(), kv.v.clone())
     cos, sin = torch.randn(800, 8), torch.randn(800, 8)
     norms = [torch.rand(16) + 0.5, torch.rand(16) + 0.5] if qk_norm else None
