@@ -7,7 +7,7 @@ device. Such a token is written ``FROM_DEVICE``: the runner takes the id it samp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Row:
     """int32 block table covering start + count tokens."""
     num_samples: int
     """0: a prefill chunk that ends before the last token. 1: sample after the last position.
-    1 + k: sample after each of the last 1 + k positions (speculative verification)."""
+    1 + k: sample after each of the last 1 + k positions (speculative verification), whose last k ids are drafts."""
     sampling: Sampling
     new: bool = False
     """First row of this request in this slot: per-slot sampler state must be reset."""
@@ -51,6 +51,19 @@ class Row:
     """Absolute position of the first sampled token = start + len(token_ids) - num_samples + 1."""
     mask: np.ndarray | MaskCall | None = None
     """Packed int32 grammar bitmask [num_samples, ceil(vocab / 32)], low bit first, or what makes it."""
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """int32 [num_samples - 1], a view of the end of ``token_ids``."""
+        return self.token_ids[len(self.token_ids) - self.num_samples + 1 :]
+
+    def num_kept(self, ids: Sequence[int]) -> int:
+        """Of the sampled ids, one per sample, so many become tokens: those up to the first that differs from its
+        draft, as what was sampled after it followed a token that never was."""
+        for accepted, (token_id, draft) in enumerate(zip(ids, self.drafts.tolist(), strict=False)):
+            if token_id != draft:
+                return accepted + 1
+        return len(ids)
 
     def make_mask(self, newest: Callable[[int], int]) -> str | None:
         """Puts the mask in place of what makes it; ``newest``: slot -> the id sampled last for it. Returns the fault
@@ -65,6 +78,15 @@ class Row:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Whole pages that are copied between device and host memory: ``pages[i]`` and slot ``slots[i]``, none twice."""
+
+    to_host: bool
+    pages: list[int]
+    slots: list[int]
+
+
 @dataclass
 class Batch:
     step: int
@@ -77,7 +99,8 @@ class Batch:
 
 @dataclass
 class StepResult:
-    """Per row of the batch, in order: sampled ids (len num_samples), their logprobs where asked, or a fault."""
+    """Per row of the batch, in order: the sampled ids that become tokens (num_samples of them, fewer where drafts were
+    rejected), their logprobs where asked, or a fault."""
 
     ids: list[list[int]]
     logprobs: list[list[Logprob] | None] = field(default_factory=list)
@@ -106,6 +129,11 @@ class Runner(Protocol):
     """Including the null page."""
 
     def launch(self, batch: Batch) -> Step: ...
+
+    def move(self, moves: list[Move]) -> None:
+        """Copies pages, after the steps already launched and before those launched later; must not wait for them. A
+        runner that fails to is of no further use: it raises, here or at every later launch."""
+        ...
 
     def release(self, slot: int) -> None:
         """The request in ``slot`` is over; its sampler state may go once the launched steps are done."""

@@ -25,6 +25,11 @@ def _spell_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _spell_off(value: Any) -> Any:
+    """YAML reads a bare ``off`` as false."""
+    return "off" if value is False or value is None else value
+
+
 Count = Annotated[int, Field(ge=1)] | Literal["auto"]
 Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_spell_switch)]
 
@@ -88,6 +93,19 @@ class EngineConfig(BaseModel):
     """Keep a checksum of every indexed page and compare it in sweeps; a page that changed is dropped and the requests
     that hold it end with an error."""
 
+    speculative: Annotated[Literal["off", "ngram", "draft"], BeforeValidator(_spell_off)] = "off"
+    """ngram: draft what followed the same tokens earlier in the request; draft: a smaller model, or the first layers of
+    this one. Drafts are verified several at a time; the output is the one of off."""
+    speculative_tokens: int = Field(8, ge=1, le=15)
+    """Drafts per request and step at most; how many are worth it is decided step by step."""
+    speculative_ngram_min: int = Field(2, ge=1)
+    speculative_ngram_max: int = Field(8, ge=1)
+    """Equal tokens before the drafts: at least min; of several places the one with most, counted up to max."""
+    speculative_model: str | None = None
+    """draft: path of a model of the same tokenizer."""
+    speculative_layers: Annotated[int, Field(ge=1)] | None = None
+    """draft: so many first layers of the served model draft for it."""
+
     fused_rmsnorm: Switch = "auto"
     fused_qkv: Switch = "auto"
     fused_silu: Switch = "auto"
@@ -128,7 +146,7 @@ class DeviceFacts:
     alone: bool = True
     """No other replica shares these cores."""
     memory_bytes: int = 0
-    """Of the GPU."""
+    """Of the GPU, free before the weights are loaded: others may live on it."""
     kv_bytes: int | None = None
     """Memory for KV, where the runner measured it after loading; None: estimated."""
 
@@ -164,6 +182,12 @@ class ResolvedConfig:
     prefix_caching: bool
     prefix_cache_max_pages: int
     canary: bool
+    speculative: Literal["off", "ngram", "draft"]
+    speculative_tokens: int
+    speculative_ngram_min: int
+    speculative_ngram_max: int
+    speculative_model: str | None
+    speculative_layers: int | None
     fused_rmsnorm: str
     fused_qkv: str
     fused_silu: str
@@ -182,8 +206,9 @@ KV_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "
 _PASSED_ON = (
     "kv_cache_paging", "page_size", "host_cache_gb", "canary", "scheduler", "max_prefill_batch", "prefill_priority",
     "chunked_prefill",
-    "ageing_s", "max_waiting", "async_scheduling", "watermark", "fused_rmsnorm", "fused_qkv", "fused_silu",
-    "fused_attention", "fused_precision", "deterministic", "log_level",
+    "ageing_s", "max_waiting", "async_scheduling", "watermark", "speculative", "speculative_tokens",
+    "speculative_ngram_min", "speculative_ngram_max", "speculative_model", "speculative_layers", "fused_rmsnorm",
+    "fused_qkv", "fused_silu", "fused_attention", "fused_precision", "deterministic", "log_level",
 )  # fmt: skip
 
 
@@ -209,6 +234,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None 
     _resolve_memory(config, model, device, out, why)
     _resolve_budget(config, model, cuda, out, why, pick)
     _resolve_prefix_cache(config, out, why, pick)
+    _check_speculation(config, model)
     for name, reason in why.items():
         log.info("%s = %s", name, reason)
     return ResolvedConfig(**out, reasons=why)
@@ -292,3 +318,16 @@ def _resolve_prefix_cache(config: EngineConfig, out: dict[str, Any], why: dict[s
             raise ValueError(f"{name}: {getattr(config, name)} needs prefix_caching; without it no page is kept")
     pick("prefix_cache_max_pages", out["num_pages"] - 1, "the whole pool")
     out["prefix_cache_max_pages"] = min(out["prefix_cache_max_pages"], out["num_pages"] - 1)
+
+
+def _check_speculation(config: EngineConfig, model: ModelFacts) -> None:
+    low, high, layers = config.speculative_ngram_min, config.speculative_ngram_max, config.speculative_layers
+    if low > high:
+        raise ValueError(f"speculative_ngram_min: {low} exceeds speculative_ngram_max {high}")
+    sources = [name for name in ("speculative_model", "speculative_layers") if getattr(config, name) is not None]
+    if config.speculative != "draft" and sources:
+        raise ValueError(f"{sources[0]}: needs speculative=draft, not {config.speculative!r}")
+    if config.speculative == "draft" and len(sources) != 1:
+        raise ValueError("speculative: draft needs either speculative_model or speculative_layers")
+    if layers is not None and layers >= model.num_layers:
+        raise ValueError(f"speculative_layers: {layers}; fewer than the model's {model.num_layers} are needed")

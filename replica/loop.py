@@ -31,6 +31,7 @@ from replica.masking import MaskFactory
 from replica.page_pool import PagePool
 from replica.request import Request, build_request
 from replica.scheduler import Plan, Scheduler
+from replica.speculation import Speculation
 from replica.status import Health, describe, load_of, probe
 from replica.step_time import StepTimeModel
 from router.pages import RootFields, key64
@@ -77,7 +78,8 @@ class Engine:
         self.step_time = StepTimeModel()
         cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
         self.pool = PagePool(runner.num_pages, self.events, max_cached=cached)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.speculation = Speculation.of(self.config, self.step_time)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.counters: Counter[str] = Counter()
         self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
@@ -204,13 +206,14 @@ class Engine:
         now = time.monotonic()
         self._inbox.run()
         self._expire(now)
-        launched = len(self._flights) < self._depth and self._launch(now)
-        if launched and len(self._flights) < self._depth:
+        depth = 1 if self.speculation is not None and self.speculation.waits else self._depth
+        launched = len(self._flights) < depth and self._launch(now)
+        if launched and len(self._flights) < depth:
             return  # fill the pipeline before waiting for its head
         self._speak()  # what the inbox brought is echoed now, not after a step
         patience = max(0.0, self._last_emit + HEARTBEAT_S - now)
         if self._flights:
-            if len(self._flights) < self._depth:
+            if len(self._flights) < depth:
                 patience = min(patience, ARRIVAL_POLL_S)
             if self._flights[0].step.wait(patience):
                 self._read_back(self._flights.popleft())
@@ -269,21 +272,15 @@ class Engine:
         self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
-        """One sound row: its KV counts as written, its samples become tokens. Speculation plugs in here: of
-        ``num_samples`` rows fewer ids may come back, and num_computed returns to the last accepted one."""
-        if request.slot >= 0:  # else preempted since: its pages are gone, its token is not
-            request.num_written = row.start + len(row.token_ids)
-            if request.num_written >= request.publish_at:
-                self.scheduler.publish(request)
+        """One sound row: its samples become tokens, its KV counts as written. Of ``num_samples`` rows fewer ids may
+        come back; num_computed then returns to the last accepted one."""
         if result.prompt_logprobs and (chunk := result.prompt_logprobs[index]) is not None:
             request.prompt_logprobs.extend(chunk)
-        if not row.num_samples:
-            return
-        request.num_pending -= row.num_samples
         ids, finish = result.ids[index], None
-        for token_id in ids:
+        request.num_pending -= row.num_samples
+        for count, token_id in enumerate(ids, 1):
             suspect = not 0 <= token_id < self._vocab_size or request.masking is not None
-            if suspect and (problem := self._problem_with(request, token_id)):
+            if suspect and (problem := request.problem_with(token_id, self._vocab_size)):
                 self.scheduler.retract(request)
                 self._end(request, Finish.ERROR, problem)
                 return
@@ -292,8 +289,21 @@ class Engine:
                 finish = Finish.STOP
             elif request.num_tokens >= request.max_total:
                 finish = Finish.LENGTH
+            if finish is not None:
+                self.counters["wasted_tokens"] += len(ids) - count
+                del ids[count:]
+        if request.slot >= 0:  # else preempted since: its pages are gone, its tokens are not
+            num_rejected = row.num_samples - len(ids)
+            request.num_written = row.start + len(row.token_ids) - num_rejected
+            request.num_computed -= num_rejected
+            if request.num_written >= request.publish_at:
+                self.scheduler.publish(request)
+        if not row.num_samples:
+            return
+        if self.speculation is not None:
+            self.speculation.observe(request, row, len(ids))
         logprobs = result.logprobs[index] if result.logprobs else None
-        delta = TokenDelta(request.request_id, ids, finish, None, logprobs)
+        delta = TokenDelta(request.request_id, ids, finish, None, logprobs and logprobs[: len(ids)])
         self._deltas.append((request.owner, delta))
         if not request.announced:
             request.announced = True
@@ -302,16 +312,6 @@ class Engine:
             self.events.end(request.request_id)
         if finish is not None:
             self._forget(request, finish)
-
-    def _problem_with(self, request: Request, token_id: int) -> str | None:
-        if not 0 <= token_id < self._vocab_size:
-            return f"sampled id {token_id} is outside the vocabulary of {self._vocab_size}"
-        try:
-            if request.masking is not None:
-                request.masking.accept(request.num_emitted, token_id)
-        except Exception as error:
-            return f"grammar: {error}"
-        return None
 
     # --- how requests begin and end
 

@@ -50,8 +50,9 @@ class Masking:
         with self._lock:
             self._accept(index, token_id)
 
-    def mask_call(self, index: int, num: int, draft: Sequence[int] = ()) -> MaskCall:
-        """Masks for the emitted ids number ``index`` on, to be made once number ``index - 1`` is known."""
+    def mask_call(self, index: int, draft: Sequence[int] | np.ndarray = ()) -> MaskCall:
+        """Masks for the emitted ids number ``index`` on, as many as ``draft`` has and one more, to be made once number
+        ``index - 1`` is known, and those of ``draft``, which is read then."""
 
         def make(newest: int | None) -> np.ndarray:
             with self._lock:
@@ -59,7 +60,7 @@ class Masking:
                     self._accept(index - 1, newest)
                 if len(self._ids) != index:
                     raise RuntimeError(f"the mask of id {index} was asked for after {len(self._ids)} ids")
-                return self._source.mask(num, draft)
+                return self._source.mask(1 + len(draft), [int(token_id) for token_id in draft])
 
         return make
 

@@ -3,7 +3,7 @@
     ids        [0 ......... num_prompt ......... num_tokens)  known on the host: prompt, then emitted
                                                  [num_tokens .. num_total)  sampled in launched steps, not read back
     KV         [0 .. num_written)  confirmed by a read-back step
-               [0 .............. num_computed)   written or being written by launched steps
+               [0 .............. num_computed)   written or being written by launched steps, drafts included
 
 A request is only ``num_computed`` catching up with ``num_total``: a prefill chunk, a prefix hit, a decode step and
 the recomputation after a preemption are the same thing with different distances.
@@ -20,6 +20,7 @@ import numpy as np
 from replica.batch import NULL_PAGE
 from replica.config import ResolvedConfig
 from replica.masking import MaskFactory, Masking
+from replica.pace import Pace
 from router.pages import HASH_BYTES, extend
 from router.wire import Code, Finish, Logprob, Refusal, Sampling, Submit
 
@@ -83,6 +84,8 @@ class Request:
     """The first delta is out."""
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
     num_preemptions: int = 0
+    pace: Pace | None = None
+    """How far its next tokens can be guessed; None: speculation is off, or nothing was sampled yet."""
 
     @property
     def num_emitted(self) -> int:
@@ -96,6 +99,17 @@ class Request:
     def is_decoding(self) -> bool:
         """Has sampled since it was admitted."""
         return self.num_tokens + self.num_pending > self.admitted_total
+
+    def problem_with(self, token_id: int, vocab_size: int) -> str | None:
+        """Why the sampled id can't be emitted; its grammar is told of it."""
+        if not 0 <= token_id < vocab_size:
+            return f"sampled id {token_id} is outside the vocabulary of {vocab_size}"
+        try:
+            if self.masking is not None:
+                self.masking.accept(self.num_emitted, token_id)
+        except Exception as error:
+            return f"grammar: {error}"
+        return None
 
     def append(self, token_id: int) -> None:
         if self.num_tokens == len(self.ids):

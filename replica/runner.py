@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -77,9 +76,7 @@ class _Pending:
         for row in self.batch.rows:
             if row.slot == slot and row.num_samples and self.sampled is not None:
                 ids = self.sampled.ids[at : at + row.num_samples].tolist()
-                drafts = row.token_ids[len(row.token_ids) - row.num_samples + 1 :].tolist()
-                agreed = takewhile(lambda pair: pair[0] == pair[1], zip(ids, drafts, strict=False))
-                return int(ids[sum(1 for _ in agreed)])
+                return int(ids[row.num_kept(ids) - 1])
             at += row.num_samples
         raise LookupError(f"slot {slot} was not sampled for in the step before")
 
@@ -328,18 +325,21 @@ class ModelRunner:
             result.logprobs = [None] * len(rows)
         at = 0
         for index, row in enumerate(rows):
-            span = range(at, at + row.num_samples)
+            kept = range(at, at + row.num_kept(ids[at : at + row.num_samples]))
+            rejected = range(kept.stop, at + row.num_samples)
             at += row.num_samples
             if index in result.faults:
                 continue
-            if not all(sound[i] for i in span):
+            if not all(sound[i] for i in kept):
                 result.faults[index] = "the model gave non-finite logits"
-            elif not all(allowed[i] for i in span):
+            elif not all(allowed[i] for i in kept):
                 result.faults[index] = "no token is allowed here by the request's grammar, bad words and allowed ids"
             else:
-                result.ids[index] = ids[span.start : span.stop]
+                result.ids[index] = ids[kept.start : kept.stop]
                 if logprobs and row.sampling.logprobs is not None:
-                    result.logprobs[index] = [logprobs[i] for i in span]
+                    result.logprobs[index] = [logprobs[i] for i in kept]
+                if not all(sound[i] for i in rejected):
+                    self._scrub(row)
 
     def _scrub(self, row: Row) -> None:
         """Attention multiplies what it masks by 0; a NaN left in a page would reach whoever gets that page next."""

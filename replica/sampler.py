@@ -203,7 +203,7 @@ class Sampler:
 
     def _drafts(self, sample: _Sample) -> torch.Tensor:
         """Draft ids that precede a sample of speculative verification, int64 [j]."""
-        drafts = _draft_ids(sample.row)[: sample.j]
+        drafts = sample.row.drafts[: sample.j]
         return self._put(drafts.astype(np.int64))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ class Sampler:
                 if edits is not None:
                     self.edits.advance(edits, ids[at : at + 1], self._one)
             elif n > 1:
-                drafts = self._put(_draft_ids(row).astype(np.int64))
+                drafts = self._put(row.drafts.astype(np.int64))
                 agreed = (ids[at : at + n - 1] == drafts).to(torch.int32).cumprod(0)
                 kept = torch.cat((self._one, agreed.to(torch.int32)))
                 self.last[row.slot] = ids[at + kept.sum() - 1]
@@ -302,10 +302,6 @@ class Sampler:
     @property
     def _one(self) -> torch.Tensor:
         return torch.ones(1, dtype=torch.int32, device=self._device)
-
-
-def _draft_ids(row: Row) -> np.ndarray:
-    return row.token_ids[len(row.token_ids) - row.num_samples + 1 :]
 
 
 def _filters_anything(o: Sampling, vocab: int) -> bool:

@@ -29,6 +29,7 @@ from replica.batch import FROM_DEVICE, NULL_PAGE, Batch, Row
 from replica.config import ResolvedConfig
 from replica.page_pool import PagePool
 from replica.request import Request
+from replica.speculation import Speculation
 from replica.step_time import StepShape
 
 LOOKAHEAD = 16
@@ -48,12 +49,14 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Turn:
+class Turn:
     """What is left to hand out in one step."""
 
     budget: int
     long_budget: int
     grants: dict[Request, int] = field(default_factory=dict)
+    drafts: dict[Request, np.ndarray] = field(default_factory=dict)
+    """int32 guesses of the ids after a decoding request's last one, to be verified in this step."""
     capped: list[Request] = field(default_factory=list)
     num_prefills: int = 0
     preempted: bool = False
@@ -63,9 +66,10 @@ class _Turn:
 class Scheduler:
     """Owns the waiting and running requests, their slots and their pages. Not thread-safe."""
 
-    def __init__(self, config: ResolvedConfig, pool: PagePool) -> None:
+    def __init__(self, config: ResolvedConfig, pool: PagePool, speculation: Speculation | None = None) -> None:
         self.config = config
         self.pool = pool
+        self.speculation = speculation
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.released_slots: list[int] = []
@@ -133,7 +137,7 @@ class Scheduler:
 
     def schedule(self, step: int, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
-        turn = _Turn(self.config.chunk_size, self.config.long_prefill_tokens)
+        turn = Turn(self.config.chunk_size, self.config.long_prefill_tokens)
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for request in self.running:
@@ -152,9 +156,11 @@ class Scheduler:
             if not turn.preempted:
                 self._admit(turn, now)
             self._top_up(turn)
+        if self.speculation is not None:
+            self.speculation.extend(turn, self.pool, self.config.page_size)
         return self._build(step, turn) if turn.grants else None
 
-    def _decode(self, decoding: list[Request], turn: _Turn) -> None:
+    def _decode(self, decoding: list[Request], turn: Turn) -> None:
         size, grants, room = self.config.page_size, turn.grants, turn.budget
         for request in decoding:
             if request.num_tokens + request.num_pending >= request.max_total or request.slot < 0:
@@ -167,7 +173,7 @@ class Scheduler:
             room -= 1
         turn.budget = room
 
-    def _grow(self, request: Request, turn: _Turn) -> bool:
+    def _grow(self, request: Request, turn: Turn) -> bool:
         """One more page, at the expense of the last in line if need be; False when that is the request itself."""
         while not self.pool.num_available:
             victim = next(r for r in reversed(self.running) if r is request or r.is_decoding)
@@ -179,7 +185,7 @@ class Scheduler:
         request.add_pages(self.pool.allocate(1))
         return True
 
-    def _grant_prefill(self, request: Request, turn: _Turn) -> None:
+    def _grant_prefill(self, request: Request, turn: Turn) -> None:
         remaining = request.num_total - request.num_computed
         if turn.budget <= 0 or turn.num_prefills >= self.config.max_prefill_batch:
             return
@@ -197,7 +203,7 @@ class Scheduler:
             turn.budget -= count
             turn.num_prefills += 1
 
-    def _is_capped(self, remaining: int, turn: _Turn) -> bool:
+    def _is_capped(self, remaining: int, turn: Turn) -> bool:
         """Whether a prefill of so many tokens must leave room, as shorter ones wait."""
         cap = self.config.long_prefill_tokens
         if remaining <= cap:
@@ -208,7 +214,7 @@ class Scheduler:
             )
         return turn.shorts_wait
 
-    def _top_up(self, turn: _Turn) -> None:
+    def _top_up(self, turn: Turn) -> None:
         """What nobody shorter needed goes to the long prompts after all."""
         for request in turn.capped:
             granted = turn.grants.get(request, 0)
@@ -219,7 +225,7 @@ class Scheduler:
 
     # --- admission and preemption
 
-    def _admit(self, turn: _Turn, now: float) -> None:
+    def _admit(self, turn: Turn, now: float) -> None:
         static = self.config.scheduler == "static"
         if static and self.running:
             return
@@ -243,7 +249,7 @@ class Scheduler:
         if num_admitted:
             self.waiting = [r for r in self.waiting if r.slot < 0]
 
-    def _would_start(self, request: Request, turn: _Turn) -> bool:
+    def _would_start(self, request: Request, turn: Turn) -> bool:
         if not self.config.chunked_prefill:
             return request.uncached_estimate <= turn.budget or not turn.num_prefills
         return turn.long_budget > 0 or not self._is_capped(request.uncached_estimate, turn)
@@ -334,23 +340,28 @@ class Scheduler:
 
     # --- rows
 
-    def _build(self, step: int, turn: _Turn) -> Plan | None:
+    def _build(self, step: int, turn: Turn) -> Plan | None:
         plan = Plan(Batch(step, []), [], StepShape())
         rows, requests, shape, size = plan.batch.rows, plan.requests, plan.shape, self.config.page_size
         for request, count in turn.grants.items():
             start, num_tokens = request.num_computed, request.num_tokens
             end = start + count
             total = num_tokens + request.num_pending
-            num_samples = 1 if end == total else 0
+            if (drafts := turn.drafts.get(request)) is not None:
+                token_ids = np.append(request.ids[start:num_tokens], drafts)
+                num_samples = 1 + len(drafts)
+            else:
+                token_ids = _NEWEST if end > num_tokens else request.ids[start:end]
+                num_samples = 1 if end == total else 0
             mask = None
             if num_samples and request.masking is not None:
-                mask = request.masking.mask_call(total - request.num_prompt, num_samples)
+                mask = request.masking.mask_call(total - request.num_prompt, token_ids[count - num_samples + 1 :])
             pages = request.view if end > (request.num_pages - 1) * size else request.view[: (end + size - 1) // size]
             rows.append(
                 Row(
                     request.slot,
                     start,
-                    _NEWEST if end > num_tokens else request.ids[start:end],
+                    token_ids,
                     pages,
                     num_samples,
                     request.sampling,
@@ -364,7 +375,7 @@ class Scheduler:
             requests.append(request)
             if total > request.admitted_total:
                 shape.context += end
-                shape.running += 1
+                shape.running += count
             else:
                 shape.prefill_tokens += count
                 shape.prefill_quad += count * (start + count / 2)

@@ -99,7 +99,10 @@ def describe(engine: Engine) -> dict[str, Any]:
             "preemptions": scheduler.num_preemptions,
             "prefix_queries": scheduler.prefix_queries,
             "prefix_hits": scheduler.prefix_hits,
+            "drafted_tokens": sum(engine.speculation.drafted) if engine.speculation else 0,
+            "accepted_tokens": sum(engine.speculation.accepted) if engine.speculation else 0,
         },
+        "speculation": engine.speculation.describe() if engine.speculation else None,
         "draining": engine.draining,
         "runner": engine.runner.describe(),
     }

@@ -134,13 +134,15 @@ class StubRunner:
         for index, row in enumerate(batch.rows):
             if fault := row.make_mask(self._last.__getitem__):
                 faults[index] = fault
-            history = self._write(row) if self.content and index not in faults else 0
+            histories = self._write(row) if self.content and index not in faults else [0] * row.num_samples
             ids = [
                 _choose(history, row.sampling.seed, row.position_base + i, self.vocab_size)
-                for i in range(row.num_samples)
+                for i, history in enumerate(histories)
             ]
             if row.mask is not None and not callable(row.mask):
                 ids = [_allowed(token_id, mask) for token_id, mask in zip(ids, row.mask, strict=True)]
+            if len(ids) > 1:
+                ids = ids[: row.num_kept(ids)]
             if ids:
                 self._last[row.slot] = ids[-1]
             result.ids.append(ids)
@@ -151,8 +153,8 @@ class StubRunner:
             ]
         return result
 
-    def _write(self, row: Row) -> int:
-        """Computes the row's KV; returns the hash of all that its block table shows."""
+    def _write(self, row: Row) -> list[int]:
+        """Computes the row's KV; returns, for each sample, the hash of all that its block table shows up to there."""
         token_ids = np.array(row.token_ids)
         token_ids[token_ids == FROM_DEVICE] = self._last[row.slot]
         end = row.start + len(token_ids)
@@ -163,7 +165,7 @@ class StubRunner:
         sums = np.cumsum(_token_hash(token_ids, positions), dtype=np.uint64)
         self._kv[slots[row.start :]] = sums + before
         self.num_computed += len(token_ids)
-        return _history_hash(self._kv[slots])
+        return [_history_hash(self._kv[slots[: end - i]]) for i in reversed(range(row.num_samples))]
 
     def release(self, slot: int) -> None:
         self._occupied[slot] = False

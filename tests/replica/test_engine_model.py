@@ -1,4 +1,5 @@
-"""The whole engine under random operations: submissions, cancellations, faults, failed steps, tiny pools.
+"""The whole engine under random operations: submissions, cancellations, faults, failed steps, tiny pools, right and
+wrong guesses to verify.
 
 After every operation: exact audit, and a consumer of the event stream knows exactly the pool's residency. In the end
 every request has its own right tokens, or the end that was inflicted on it, and no page is held.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import random
 
+from drafters import StubOracle
 from engine_harness import VOCAB, Harness
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -43,8 +45,9 @@ class EngineMachine(RuleBasedStateMachine):
         capacity=st.sampled_from(["auto", 3]),
         priority=st.sampled_from(["low", "high"]),
         scheduler=st.sampled_from(["continuous", "continuous", "static"]),
+        wrong_every=st.sampled_from([None, None, 1, 3, 1000]),
     )
-    def start(self, async_scheduling, prefix_caching, chunk, pages, capacity, priority, scheduler) -> None:
+    def start(self, async_scheduling, prefix_caching, chunk, pages, capacity, priority, scheduler, wrong_every) -> None:
         self.fail_step = False
         self.fail_row: int | None = None
         self.harness = Harness(
@@ -59,7 +62,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_size=6,
             max_model_len=170,
             watermark=0.0,
+            speculative="off" if wrong_every is None else "ngram",
         )
+        if wrong_every is not None:
+            self.harness.engine.speculation.drafter = StubOracle(0, VOCAB, wrong_every)
         self.requests: dict[str, tuple[tuple[int, ...], int, int]] = {}
         self.cancelled: set[str] = set()
 

@@ -145,7 +145,7 @@ class Recording:
 
 def test_masking_is_told_once_by_whoever_comes_first() -> None:
     masking = Masking(source := Recording(), [4, 5])
-    call = masking.mask_call(3, 2, [8])
+    call = masking.mask_call(3, [8])
     with pytest.raises(RuntimeError, match="after 2 ids"):
         call(None)
     assert call(6).tolist() == [[3], [3]] and source.drafts == [[8]]
