@@ -59,6 +59,8 @@ def _replica(engine: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": counters.get("prefix_hits", 0),
         "generated_tokens": counters.get("generated_tokens", 0),
         "preemptions": counters.get("preemptions", 0),
+        "drafted_tokens": counters.get("drafted_tokens", 0),
+        "accepted_tokens": counters.get("accepted_tokens", 0),
     }
 
 
@@ -76,6 +78,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     if result["cached_share"] is not None:
         console.print(f"{result['cached_share']:.0%} of all prompt tokens came out of the prefix cache")
+    if drafted := sum(replica["drafted_tokens"] for replica in result["replicas"]):
+        accepted = sum(replica["accepted_tokens"] for replica in result["replicas"])
+        console.print(f"{accepted / drafted:.0%} of {drafted} drafted tokens were accepted")
     for prefix in result["prefixes"][:5]:
         holders = ", ".join(prefix["holders"]) or "nobody now"
         console.print(

@@ -131,10 +131,13 @@ class Speculation:
             self.drafted[position] += 1
             self.accepted[position] += position < num_right
 
-    def describe(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, int]:
         return {
             "verifications": self.num_verifications,
-            "drafted": list(self.drafted),
-            "accepted": list(self.accepted),
-            "price": round(self._price, 4),
+            "drafted_tokens": sum(self.drafted),
+            "accepted_tokens": sum(self.accepted),
         }
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-able. ``price``: of a token more in a step, in tokens."""
+        return {"drafted": list(self.drafted), "accepted": list(self.accepted), "price": round(self._price, 4)}

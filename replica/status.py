@@ -85,6 +85,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "pages": {
             **engine.pool.counts(),
             "held_tokens": sum(request.num_computed for request in scheduler.running),
+            "host": engine.host.counts() if engine.host else None,
         },
         "load": asdict(load_of(scheduler, engine.step_time.coefficients)),
         "steps": {
@@ -99,8 +100,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "preemptions": scheduler.num_preemptions,
             "prefix_queries": scheduler.prefix_queries,
             "prefix_hits": scheduler.prefix_hits,
-            "drafted_tokens": sum(engine.speculation.drafted) if engine.speculation else 0,
-            "accepted_tokens": sum(engine.speculation.accepted) if engine.speculation else 0,
+            **(engine.speculation.counters() if engine.speculation else {}),
         },
         "speculation": engine.speculation.describe() if engine.speculation else None,
         "draining": engine.draining,

@@ -35,8 +35,19 @@ ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "engine_failed_steps": ("counters.failed_steps", "Steps that raised."),
     "engine_prefix_cache_queries": ("counters.prefix_queries", "Prompt tokens looked up in the page cache."),
     "engine_prefix_cache_hits": ("counters.prefix_hits", "Prompt tokens found in the page cache."),
+    "spec_decode_num_drafts": ("counters.verifications", "Rows that verified drafts."),
+    "spec_decode_num_draft_tokens": ("counters.drafted_tokens", "Drafted tokens verified."),
+    "spec_decode_num_accepted_tokens": ("counters.accepted_tokens", "Drafted tokens that became output."),
 }
 """Metric name -> (path in an element of ``Backend.engines()``, help). A replica that lacks the value has no sample."""
+ENGINE_POSITIONS: Mapping[str, tuple[str, str]] = {
+    "spec_decode_num_draft_tokens_per_pos": ("speculation.drafted", "Drafted tokens verified, by place in the draft."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "speculation.accepted",
+        "Drafted tokens that became output, by place in the draft.",
+    ),
+}
+"""The same where the value is a list: one sample per position."""
 
 
 class Metrics:
@@ -152,26 +163,38 @@ class _Engines:
             for name, (path, text) in metrics.items():
                 family = kind(f"{self._prefix}:{name}", text, labels=["model_name", "replica"])
                 for engine in self._engines:
-                    value = _at(engine, path)
+                    value = _number_at(engine, path)
                     if value is not None:
                         family.add_metric([self._model, str(engine.get("replica", ""))], value)
                 yield family
+        for name, (path, text) in ENGINE_POSITIONS.items():
+            places = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "replica", "position"])
+            for engine in self._engines:
+                values = _at(engine, path)
+                for position, value in enumerate(values if isinstance(values, list) else []):
+                    places.add_metric([self._model, str(engine.get("replica", "")), str(position)], value)
+            yield places
         usage = GaugeMetricFamily(
             f"{self._prefix}:kv_cache_usage_perc",
             "Share of the pages that requests hold, 0 to 1.",
             labels=["model_name", "replica"],
         )
         for engine in self._engines:
-            held, total = _at(engine, "pages.held"), _at(engine, "pages.all")
+            held, total = _number_at(engine, "pages.held"), _number_at(engine, "pages.all")
             if held is not None and total:
                 usage.add_metric([self._model, str(engine.get("replica", ""))], held / total)
         yield usage
 
 
-def _at(engine: Mapping[str, Any], path: str) -> float | None:
+def _number_at(engine: Mapping[str, Any], path: str) -> float | None:
+    value = _at(engine, path)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _at(engine: Mapping[str, Any], path: str) -> Any:
     value: Any = engine
     for step in path.split("."):
         if not isinstance(value, Mapping) or step not in value:
             return None
         value = value[step]
-    return float(value) if isinstance(value, int | float) else None
+    return value
