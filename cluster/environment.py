@@ -62,7 +62,7 @@ def run_environment(root: Path, *, haproxy: bool, base: Mapping[str, str]) -> di
     if haproxy:
         stats, metrics, fallback_http, fallback_grpc = free_ports(4)
         wanted |= {
-            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, len(os.sched_getaffinity(0)))),
+            "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, len(os.sched_getaffinity(0)) // 4))),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{root}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{root}/admin.sock",
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(root),

@@ -27,7 +27,7 @@ MaskCall = Callable[[int | None], np.ndarray]
 ends with FROM_DEVICE, else None. What it raises is that row's fault."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Row:
     """One request's share of a step: compute KV of positions [start, start + len(token_ids))."""
 
@@ -87,7 +87,7 @@ class Move:
     slots: list[int]
 
 
-@dataclass
+@dataclass(slots=True)
 class Batch:
     step: int
     rows: list[Row]
@@ -97,7 +97,7 @@ class Batch:
         return sum(len(row.token_ids) for row in self.rows)
 
 
-@dataclass
+@dataclass(slots=True)
 class StepResult:
     """Per row of the batch, in order: the sampled ids that become tokens (num_samples of them, fewer where drafts were
     rejected), their logprobs where asked, or a fault."""

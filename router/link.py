@@ -303,10 +303,10 @@ class Link:
     def _on_tokens(self, frame: list[Any]) -> None:
         inflight = self._inflight
         for raw in frame[1]:
-            delta = TokenDelta.from_wire(raw)
-            attempt = inflight.get(delta.request_id)
+            attempt = inflight.get(raw[0])
             if attempt is None:
                 continue
+            delta = TokenDelta(raw[0], raw[1]) if len(raw) == 2 else TokenDelta.from_wire(raw)
             if delta.finish is not None:
                 del inflight[delta.request_id]
             attempt.on_delta(delta)

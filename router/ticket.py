@@ -10,11 +10,13 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from router.backend import BackendError, DeadlineExceeded, EngineFault, Job
 from router.pages import HASH_BYTES, RootFields, chain, key64, pack_tokens
 from router.wire import Finish, Submit, TokenDelta
+
+T = TypeVar("T")
 
 
 class Work:
@@ -101,7 +103,32 @@ class StreamTicket:
         self._cached_known = False
         self._buffer: TokenDelta | None = None
         self._error: BackendError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[Any] | None = None
+        self._shape: Callable[[TokenDelta], Any] | None = None
+        """Of the reader that waits in :meth:`next`."""
+
+    async def next(self, shape: Callable[[TokenDelta], T]) -> T | None:
+        """What ``shape`` makes of the next delta (never None); None at the stream's end. Raises what it raises, and
+        EngineFault, DeadlineExceeded or Unavailable.
+
+        ``shape`` is applied as the delta comes in, while this waits: so all streams of a step are shaped before the
+        first of them is sent, and their writes come in one burst.
+        """
+        while True:
+            if (delta := self._buffer) is not None:
+                self._buffer = None
+                return shape(delta)
+            if self._error is not None:
+                raise self._error
+            if self.closed:
+                return None
+            self._shape = shape
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                if (shaped := await self._waiter) is not None:
+                    return shaped
+            finally:
+                self._shape = None
 
     async def deltas(self) -> AsyncIterator[TokenDelta]:
         """Raises EngineFault, DeadlineExceeded or Unavailable; a stream that just ends was cancelled."""
@@ -139,6 +166,14 @@ class StreamTicket:
                 self.num_cached, self._cached_known = delta.num_cached, True
         held = self._buffer
         if held is None:
+            waiter, shape = self._waiter, self._shape
+            if shape is not None and waiter is not None and not waiter.done():
+                self._waiter = None  # ``shape`` may cancel this ticket
+                try:
+                    waiter.set_result(shape(delta))
+                except Exception as error:
+                    waiter.set_exception(error)
+                return
             self._buffer = delta
         else:
             _merge(held, delta)

@@ -177,7 +177,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenDelta:
     """What one engine step gave one request."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,8 @@ class Call:
     async def start_events(self) -> None:
         await self.send({"type": "http.response.start", "status": 200, "headers": self._headers(sse.HEADERS)})
 
-    async def event(self, data: bytes) -> None:
-        await self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
+    def event(self, data: bytes) -> Awaitable[None]:
+        return self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, data: bytes) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

@@ -120,16 +120,19 @@ class _Chat(ChunkedAnswering):
         return [Content(piece.text)] if piece.text else []
 
     def chunk(self, choice: Choice, piece: Piece, run: Run) -> bytes:
-        chunks = self.chunks
+        chunks, index = self.chunks, choice.index
+        answer = self._answers.get(index)
+        if self._plain and answer is not None and answer.opened and piece.finish_reason is None:
+            return chunks.chat_text(index, piece.text) if piece.text else b""
         answer = self._answer(choice)
         opening = b"" if answer.opened else self._open(choice, run)
         answer.opened = True
         if self._plain and piece.finish_reason is None:
-            return opening + chunks.chat_text(choice.index, piece.text) if piece.text else opening
+            return opening + chunks.chat_text(index, piece.text) if piece.text else opening
         delta = delta_of(self._events(answer, piece), self._short_ids)
         if not (delta or piece.finish_reason or piece.tokens):
             return opening
-        body = self._extras({"index": choice.index, "delta": delta}, piece.tokens, piece, answer)
+        body = self._extras({"index": index, "delta": delta}, piece.tokens, piece, answer)
         return opening + chunks.full(body, self._usage_so_far(run))
 
     def _open(self, choice: Choice, run: Run) -> bytes:

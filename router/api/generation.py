@@ -217,10 +217,7 @@ async def _stream(call: Call, run: Run, answering: Answering) -> None:
     await call.start_events()
     try:
         async with run.within_deadline():
-            async for choice, piece in run.pieces():
-                data = answering.chunk(choice, piece, run)
-                if data:
-                    await call.event(data)
+            await run.send(answering.chunk, call.event)
         await call.end_events(answering.closing(run))
     except Exception as error:
         failure = as_api_error(error, call.request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -120,6 +120,36 @@ class Run:
         finally:
             await source.aclose()
 
+    async def send(self, make: Callable[[Choice, Piece, Run], bytes], out: Callable[[bytes], Awaitable[None]]) -> None:
+        """``out`` gets what ``make`` makes of every piece. Raises as :meth:`pieces` does."""
+        if len(self.choices) > 1 or self.plan.reasoning is not None:
+            async for choice, piece in self.pieces():
+                if data := make(choice, piece, self):
+                    await out(data)
+            return
+        # In a task of its own, a token wakes this coroutine and not the ten around it.
+        task = asyncio.create_task(self._send_one(self.choices[0], make, out))
+        self._pumps.append(task)
+        await task
+
+    async def _send_one(
+        self, choice: Choice, make: Callable[[Choice, Piece, Run], bytes], out: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        def shape(delta: TokenDelta) -> bytes:
+            piece = self._feed(choice, delta)
+            return make(choice, piece, self) if piece.text or piece else b""
+
+        ticket, output = choice.ticket, choice.output
+        try:
+            while not output.finished:
+                data = await ticket.next(shape)
+                if data is None:
+                    raise _broken_off()
+                if data:
+                    await out(data)
+        finally:
+            ticket.cancel()
+
     @asynccontextmanager
     async def within_deadline(self) -> AsyncIterator[None]:
         """Raises the 408 when the request's deadline passes inside, whoever is being waited for."""
@@ -160,21 +190,18 @@ class Run:
         output = choice.output
         before = output.num_tokens
         piece = output.feed(delta.ids, delta.logprobs, delta.finish)
-        self._observe(choice, output.num_tokens - before, piece)
-        if piece.finish_reason is not None and delta.finish is None:
-            choice.ticket.cancel()
-        return piece
-
-    def _observe(self, choice: Choice, count: int, piece: Piece) -> None:
-        if count:
-            now = time.monotonic()
+        now = time.monotonic()
+        if count := output.num_tokens - before:
             if choice.last_token_s is None:
                 self.metrics.first_token(now - self.started_s, len(choice.prompt.ids), choice.num_cached)
             else:
                 self.metrics.tokens(count, now - choice.last_token_s)
             choice.last_token_s = now
         if piece.finish_reason is not None:
-            self.metrics.finished(piece.finish_reason, time.monotonic() - self.started_s, choice.output.num_tokens)
+            self.metrics.finished(piece.finish_reason, now - self.started_s, output.num_tokens)
+            if delta.finish is None:
+                choice.ticket.cancel()
+        return piece
 
     def _deltas_of(self, choice: Choice) -> AsyncIterator[TokenDelta]:
         budget = self.plan.reasoning

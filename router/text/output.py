@@ -84,7 +84,8 @@ class OutputStream:
         if self.finished:
             return Piece()
         if finish is None and self._plain and self._marked.isdisjoint(ids):
-            text = "".join(map(self._detokenizer.feed, ids))
+            feed = self._detokenizer.feed
+            text = feed(ids[0]) if len(ids) == 1 else "".join(map(feed, ids))
             self.num_tokens += len(ids)
             self._decoded += len(text)
             self._shown += len(text)

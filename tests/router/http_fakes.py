@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -22,6 +22,7 @@ from router.text.card import ModelCard
 from router.text.tokenizer import Tokenizer
 from router.wire import Logprob, TokenDelta
 
+T = TypeVar("T")
 EOS = "<|im_end|>"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", EOS]
 TEMPLATE = (
@@ -81,11 +82,20 @@ class FakeTicket:
     cancelled_at: float | None = None
     done: bool = False
     iterated: int = 0
+    _iterator: AsyncIterator[TokenDelta] | None = None
 
     def cancel(self) -> None:
         if not self.done and self.cancelled_at is None:
             self.cancelled_at = asyncio.get_running_loop().time()
             self.backend.cancelled.append(self.job.request_id)
+
+    async def next(self, shape: Callable[[TokenDelta], T]) -> T | None:
+        if self._iterator is None:
+            self._iterator = self.deltas()
+        try:
+            return shape(await anext(self._iterator))
+        except StopAsyncIteration:
+            return None
 
     async def deltas(self) -> AsyncIterator[TokenDelta]:
         self.iterated += 1

@@ -321,6 +321,54 @@ async def test_merging_keeps_logprobs_and_the_first_cache_count() -> None:
     assert delta.logprobs == [first, second] and delta.prompt_logprobs == [None] and ticket.num_cached == 16
 
 
+async def test_next_shapes_what_comes_while_it_waits_in_order_and_merges_the_rest() -> None:
+    class Nobody:
+        def drop(self, ticket) -> None: ...
+
+    ticket = StreamTicket(Work(job("x", PROMPT), ROOT), Nobody())
+    shaped: list[list[int]] = []
+
+    def shape(delta: TokenDelta) -> tuple[list[int], str | None]:
+        shaped.append(delta.ids)
+        return delta.ids, delta.finish
+
+    reading = asyncio.create_task(ticket.next(shape))
+    await asyncio.sleep(0)
+    ticket.push(TokenDelta("x", [1]))
+    assert shaped == [[1]], "shaped at once: the reader was waiting"
+    ticket.push(TokenDelta("x", [2]))
+    ticket.push(TokenDelta("x", [3], "stop"))
+    assert shaped == [[1]], "the reader has something to do first"
+    assert await reading == ([1], None)
+    assert await ticket.next(shape) == ([2, 3], "stop")
+    ticket.cancel()
+    assert await ticket.next(shape) is None
+
+
+async def test_next_passes_on_what_its_shape_raises_and_lets_it_cancel() -> None:
+    class Nobody:
+        def drop(self, ticket) -> None: ...
+
+    def refuse(delta: TokenDelta) -> str:
+        raise KeyError(delta.ids[0])
+
+    ticket = StreamTicket(Work(job("x", PROMPT), ROOT), Nobody())
+
+    def stop(delta: TokenDelta) -> str:
+        ticket.cancel()
+        return "matched"
+
+    for shape, outcome in ((refuse, pytest.raises(KeyError)), (stop, contextlib.nullcontext())):
+        reading = asyncio.create_task(ticket.next(shape))
+        await asyncio.sleep(0)
+        ticket.push(TokenDelta("x", [9]))
+        with outcome:
+            assert await reading == "matched"
+    ticket.fail(EngineFault("broken"))
+    with pytest.raises(EngineFault, match="broken"):
+        await ticket.next(stop)
+
+
 async def test_retry_budget_serves_everyone_in_turn() -> None:
     live = 100
     budget = RetryBudget(lambda: live, floor=2, ratio=0.05)
