@@ -23,8 +23,8 @@ HUBER = 3.0
 """Relative errors beyond so many mean absolute errors count linearly."""
 WARM = 20
 """Steps of a kind before outliers are judged."""
-BLOCK = 16
-"""Steps taken in at once; a plain recursion would cost ten times as much Python per step."""
+BLOCK = (4, 64)
+"""Steps taken in at once, at first and in the long run; a plain recursion would cost ten times as much per step."""
 _SCALE = np.array([256.0, 256.0 * 1024.0, 1.0, 8192.0, 16.0])
 
 
@@ -50,16 +50,21 @@ class StepTimeModel:
         """Steps taken in without and with prefill."""
         self._theta = self._prior
         self._pending: list[tuple[float, ...]] = []
+        self._block = BLOCK[0]
 
     def update(self, shape: StepShape, ms: float) -> None:
-        """Learns from a step that took ``ms``; the work is done once per BLOCK steps or when somebody asks."""
+        """Learns from a step that took ``ms``; the work is done once per block of steps."""
         self._pending.append(
             (shape.prefill_tokens, shape.prefill_quad, 1.0, shape.context, shape.running, max(ms, 1e-3))
         )
-        if len(self._pending) >= BLOCK:
-            self._take_in()
+        if len(self._pending) >= self._block:
+            self.settle()
 
-    def _take_in(self) -> None:
+    def settle(self) -> None:
+        """Takes in what waits for its block to be full."""
+        if not self._pending:
+            return
+        self._block = min(BLOCK[1], max(BLOCK[0], sum(self.num_steps) // 4))
         block = np.array(self._pending)
         self._pending.clear()
         features, ms = block[:, :5] / _SCALE, block[:, 5]
@@ -88,23 +93,17 @@ class StepTimeModel:
         self.num_steps[kind] += len(ms)
 
     def predict(self, shape: StepShape) -> float:
-        """Milliseconds."""
-        return float(_features(shape) @ self._solve())
+        """Milliseconds, by the blocks taken in."""
+        return float(_features(shape) @ self._theta)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float, float]:
-        """a, b, t0, k1, k2; milliseconds, non-negative. Zeros until WARM steps with prefill were seen: beside a peer's
-        fit, a prior or a few points' noise would price a cold replica as the faster one."""
-        theta = self._solve()
+        """a, b, t0, k1, k2 by the blocks taken in; milliseconds, non-negative. Zeros until WARM steps with prefill were
+        seen: beside a peer's fit, a prior or a few points' noise would price a cold replica as the faster one."""
         if self.num_steps[1] < WARM:
             return 0.0, 0.0, 0.0, 0.0, 0.0
-        a, b, t0, k1, k2 = (theta / _SCALE).tolist()
+        a, b, t0, k1, k2 = (self._theta / _SCALE).tolist()
         return a, b, t0, k1, k2
-
-    def _solve(self) -> np.ndarray:
-        if self._pending:
-            self._take_in()
-        return self._theta
 
 
 def _features(shape: StepShape) -> np.ndarray:

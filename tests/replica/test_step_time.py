@@ -85,6 +85,8 @@ def test_silent_until_prefill_is_known() -> None:
     model, rng = StepTimeModel(), random.Random(5)
     teach(model, rng, 500, 0.0)
     teach(model, rng, 19, 1.0)
+    model.settle()
     assert model.coefficients == (0.0,) * 5
     teach(model, rng, 1, 1.0)
+    model.settle()
     assert model.coefficients[0] > 0
