@@ -21,6 +21,41 @@ SNAPSHOT_KEYS = 65536
 """Keys per snapshot chunk: 512 KiB on the wire."""
 
 
+class _TierChanges:
+    """Net change of one tier since the last batch, and the digest as of that batch."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._order = reversed if tier == Tier.HOST else iter  # the host gets children before parents
+        self.digest = Digest()
+        self.added: dict[int, int] = {}
+        """key -> key of the parent"""
+        self.gone: dict[int, None] = {}
+
+    def close(self) -> tuple[list[tuple[int, list[int]]], bytes]:
+        """Runs of (parent, keys) that were stored, parents first; packed keys that left. Starts the next batch."""
+        runs: list[tuple[int, list[int]]] = []
+        last = None
+        for key, parent in self._order(self.added.items()):
+            if last is not None and parent == last:
+                runs[-1][1].append(key)
+            else:
+                runs.append((parent, [key]))
+            last = key
+        gone = pack_keys(list(self.gone))
+        self.digest.add_packed(pack_keys(list(self.added)))
+        self.digest.remove_packed(gone)
+        self.added, self.gone = {}, {}
+        return runs, gone
+
+    def check_invariants(self, keys: Sequence[int]) -> None:
+        expected = Digest()
+        for key in (set(keys) - self.added.keys()) | self.gone.keys():
+            expected.add(key)
+        assert expected.as_pair() == self.digest.as_pair(), "digest and residency differ"
+        assert not self.added.keys() & self.gone.keys(), "a page is both stored and removed in one batch"
+        assert self.added.keys() <= set(keys) and not self.gone.keys() & set(keys), "changes and residency differ"
+
+
 class EventLog:
     """Sequence, digest, replay ring and snapshot of one engine's stream. ``epoch`` is random per engine start."""
 
@@ -29,9 +64,7 @@ class EventLog:
         self.epoch = secrets.randbits(64) if epoch is None else epoch
         self.next_seq = 0
         self.reservations: dict[str, bytes] = {}
-        self._digest = Digest()
-        self._added: dict[int, int] = {}
-        self._gone: dict[int, None] = {}
+        self._tiers = [_TierChanges(tier) for tier in Tier]
         self._accepted: list[tuple[str, bytes]] = []
         self._ended: list[str] = []
         self._ring: deque[EventBatch] = deque(maxlen=ring)
@@ -39,19 +72,21 @@ class EventLog:
 
     @property
     def has_changes(self) -> bool:
-        return bool(self._added or self._gone or self._accepted or self._ended)
+        return bool(self._accepted or self._ended) or any(tier.added or tier.gone for tier in self._tiers)
 
-    def stored(self, key: int, parent_key: int) -> None:
-        if key in self._gone:
-            del self._gone[key]
+    def stored(self, key: int, parent_key: int, tier: Tier = Tier.DEVICE) -> None:
+        changes = self._tiers[tier]
+        if key in changes.gone:
+            del changes.gone[key]
         else:
-            self._added[key] = parent_key
+            changes.added[key] = parent_key
 
-    def removed(self, key: int) -> None:
-        if key in self._added:
-            del self._added[key]
+    def removed(self, key: int, tier: Tier = Tier.DEVICE) -> None:
+        changes = self._tiers[tier]
+        if key in changes.added:
+            del changes.added[key]
         else:
-            self._gone[key] = None
+            changes.gone[key] = None
 
     def accept(self, reservation: str, keys: Sequence[int]) -> None:
         """A request was taken; ``keys`` are the pages it will compute."""
@@ -66,39 +101,32 @@ class EventLog:
 
     def emit(self, load: Load) -> EventBatch:
         """Closes the current batch, empty or not, and makes it replayable."""
-        runs = self._runs()
-        gone = pack_keys(list(self._gone))
-        for _, _, keys in runs:
-            self._digest.add_packed(keys)
-        self._digest.remove_packed(gone)
+        stored: list[tuple[int, int, bytes]] = []
+        removed: list[tuple[int, bytes]] = []
+        for tier, changes in enumerate(self._tiers):
+            runs, gone = changes.close()
+            stored += [(parent, tier, pack_keys(keys)) for parent, keys in runs]
+            removed += [(tier, gone)] if gone else []
         batch = EventBatch(
             self.replica_id,
             self.epoch,
             self.next_seq,
             time.time_ns(),
-            stored=runs,
-            removed=[(int(Tier.DEVICE), gone)] if gone else [],
+            stored=stored,
+            removed=removed,
             accepted=self._accepted,
             ended=self._ended,
             load=load,
-            digests=[self._digest.as_pair(), (0, 0)],
+            digests=self._digests(),
         )
-        self._added, self._gone, self._accepted, self._ended = {}, {}, [], []
+        self._accepted, self._ended = [], []
         with self._ring_lock:
             self._ring.append(batch)
             self.next_seq += 1
         return batch
 
-    def _runs(self) -> list[tuple[int, int, bytes]]:
-        runs: list[tuple[int, list[int]]] = []
-        last = None
-        for key, parent in self._added.items():
-            if last is not None and parent == last:
-                runs[-1][1].append(key)
-            else:
-                runs.append((parent, [key]))
-            last = key
-        return [(parent, int(Tier.DEVICE), pack_keys(keys)) for parent, keys in runs]
+    def _digests(self) -> list[tuple[int, int]]:
+        return [tier.digest.as_pair() for tier in self._tiers]
 
     def replay(self, from_seq: int) -> list[EventBatch] | None:
         """Batches from ``from_seq`` on (none if it is the next one); None when they are gone or not of this epoch."""
@@ -110,34 +138,25 @@ class EventLog:
                 return None
             return [self._ring[i] for i in range(len(self._ring) - missing, len(self._ring))]
 
-    def snapshot(self, keys: Sequence[int], load: Load) -> list[Snapshot]:
-        """Whole residency at the last emitted batch. Call it with no change outstanding, i.e. right after ``emit``."""
+    def snapshot(self, residency: Sequence[Sequence[int]], load: Load) -> list[Snapshot]:
+        """Whole residency, keys per tier, at the last emitted batch. Call it with no change outstanding: right after
+        ``emit``."""
         assert not self.has_changes and self.next_seq > 0, "a snapshot must describe an emitted batch"
-        total = max(1, -(-len(keys) // SNAPSHOT_KEYS))
-        digests = [self._digest.as_pair(), (0, 0)]
+        parts = [
+            (tier, keys[start : start + SNAPSHOT_KEYS])
+            for tier, keys in enumerate(residency)
+            for start in range(0, len(keys), SNAPSHOT_KEYS)
+        ] or [(int(Tier.DEVICE), [])]
+        digests, seq, total = self._digests(), self.next_seq - 1, len(parts)
         chunks = [
-            Snapshot(
-                self.replica_id,
-                self.epoch,
-                self.next_seq - 1,
-                index,
-                total,
-                int(Tier.DEVICE),
-                pack_keys(keys[index * SNAPSHOT_KEYS : (index + 1) * SNAPSHOT_KEYS]),
-                digests,
-                load=load,
-            )
-            for index in range(total)
+            Snapshot(self.replica_id, self.epoch, seq, index, total, tier, pack_keys(keys), digests, load=load)
+            for index, (tier, keys) in enumerate(parts)
         ]
         chunks[-1].reservations = list(self.reservations.items())
         return chunks
 
-    def check_invariants(self, keys: Sequence[int]) -> None:
-        """Digest plus outstanding changes must describe ``keys``, the pool's residency."""
-        expected = Digest()
-        for key in (set(keys) - self._added.keys()) | self._gone.keys():
-            expected.add(key)
-        assert expected.as_pair() == self._digest.as_pair(), "digest and residency differ"
-        assert not self._added.keys() & self._gone.keys(), "a page is both stored and removed in one batch"
-        assert self._added.keys() <= set(keys) and not self._gone.keys() & set(keys), "changes and residency differ"
+    def check_invariants(self, residency: Sequence[Sequence[int]]) -> None:
+        """Digests plus outstanding changes must describe the residency, keys per tier."""
+        for changes, keys in zip(self._tiers, residency, strict=True):
+            changes.check_invariants(keys)
         assert {r for r, _ in self._accepted} - set(self._ended) <= self.reservations.keys()

@@ -26,6 +26,7 @@ from typing import Any
 from replica.batch import Row, Runner, Step, StepResult
 from replica.config import ResolvedConfig
 from replica.events import EventLog
+from replica.host_tier import HostTier
 from replica.inbox import Inbox
 from replica.masking import MaskFactory
 from replica.page_pool import PagePool
@@ -77,7 +78,8 @@ class Engine:
         self.events = EventLog(replica_id)
         self.step_time = StepTimeModel()
         cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
-        self.pool = PagePool(runner.num_pages, self.events, max_cached=cached)
+        self.host = HostTier(config.num_host_pages, self.events) if config.num_host_pages else None
+        self.pool = PagePool(runner.num_pages, self.events, max_cached=cached, host=self.host)
         self.speculation = Speculation.of(self.config, self.step_time)
         self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.counters: Counter[str] = Counter()
@@ -234,6 +236,8 @@ class Engine:
         for slot in scheduler.released_slots:
             self.runner.release(slot)
         scheduler.released_slots.clear()
+        if self.host and (moves := self.host.take_moves()):
+            self.runner.move(moves)
         if plan is None:
             if (scheduler.running or scheduler.waiting) and not self._flights:
                 raise RuntimeError(f"{len(scheduler.waiting)} waiting requests can't be scheduled")
@@ -384,7 +388,7 @@ class Engine:
 
     def _take_snapshot(self) -> list[Snapshot]:
         self._emit(now=True)
-        return self.events.snapshot(self.pool.keys(), load_of(self.scheduler, self._fit))
+        return self.events.snapshot(self.pool.residency(), load_of(self.scheduler, self._fit))
 
     def _progress(self) -> tuple[float, float]:
         if not self._flights:
@@ -395,6 +399,6 @@ class Engine:
 
     def _audit(self) -> None:
         self.scheduler.check_invariants()
-        self.events.check_invariants(self.pool.keys())
+        self.events.check_invariants(self.pool.residency())
         known = {*self.scheduler.running, *self.scheduler.waiting, *self._inbox.pending(self._enqueue)}
         assert set(self._live.values()) == known, "live and scheduled requests differ"

@@ -9,35 +9,31 @@ Every page but the null page is in exactly one of three states:
 The *index* maps a page hash to the one page that answers for it. It is **prefix-closed**: an indexed page's parent is
 indexed too. Two rules make that hold without a tree: whoever references an indexed page references its indexed
 parent as well, and pages are released children first. So on the LRU list a child always stands before its parent,
-and the oldest entry is a leaf.
+and the oldest entry is a leaf. A page that is evicted goes to the host tier, if there is one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from replica.batch import NULL_PAGE
+from replica.host_tier import HostTier, ResidencySink
 from router.pages import key64
-
-
-class ResidencySink(Protocol):
-    """Hears of every change of the index, in order."""
-
-    def stored(self, key: int, parent_key: int) -> None: ...
-
-    def removed(self, key: int) -> None: ...
 
 
 class PagePool:
     """Reference counts, prefix index and LRU of ``num_pages`` pages, page 0 included. Not thread-safe."""
 
-    def __init__(self, num_pages: int, sink: ResidencySink, *, max_cached: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, sink: ResidencySink, *, max_cached: int | None = None, host: HostTier | None = None
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages: {num_pages}; at least 2 are needed, as page 0 is the null page")
         self.num_pages = num_pages
         self.max_cached = num_pages if max_cached is None else max_cached
         self.num_cached = 0
+        self.host = host
         self._sink = sink
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._refs = [0] * num_pages
@@ -79,14 +75,7 @@ class PagePool:
 
     def match(self, hashes: Sequence[bytes], limit: int) -> int:
         """How many leading pages of the chain are indexed, at most ``limit``. O(log n): the index is prefix-closed."""
-        low, high = 0, min(limit, len(hashes))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.lookup(hashes[middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect(range(min(limit, len(hashes))), False, key=lambda i: not self.lookup(hashes[i]))
 
     def num_idle(self, pages: Iterable[int]) -> int:
         """How many of these indexed pages nobody references: acquiring them takes them from ``num_available``."""
@@ -100,18 +89,23 @@ class PagePool:
                 self._unlink(page)
             self._refs[page] += 1
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, restore: Sequence[bytes] = ()) -> list[int]:
         """``count`` fresh pages with one reference each; evicts the least recently used. Needs num_available >= count.
+        The first of them get what the host tier keeps under ``restore`` before the next step's rows run.
 
         Without caching, equal-sized allocations that are released whole come back contiguous: the free stack is
         then always a sequence of whole runs.
         """
         assert count <= self.num_available, f"{count} pages asked, {self.num_available} available"
+        if self.host and restore:
+            self.host.pin(restore)
         while len(self._free) < count:
             self._evict_oldest()
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
+        if self.host and restore:
+            self.host.load(restore, pages[: len(restore)])
         return pages
 
     def publish(self, page: int, page_hash: bytes, parent: int) -> int:
@@ -134,6 +128,8 @@ class PagePool:
         self._hash[page] = page_hash
         self._parent[page] = parent
         self._num_children[parent] += 1
+        if self.host:
+            self.host.discard(page_hash)
         self._sink.stored(key, key64(self._hash[parent]) if parent else 0)
         return page
 
@@ -164,6 +160,8 @@ class PagePool:
             # A page enters the index after its parent, so the reverse order takes children first.
             order = [node for node in reversed(self._index.values()) if node in doomed]
         for node in order:
+            if self.host:
+                self.host.drop_below(self._hash[node])
             self._drop_from_index(node)
             if self._refs[node] == 0:
                 self._unlink(node)
@@ -177,11 +175,17 @@ class PagePool:
         """Directory keys of all indexed pages, parents before children."""
         return list(self._index)
 
+    def residency(self) -> list[list[int]]:
+        """The keys per tier."""
+        return [self.keys(), self.host.keys() if self.host else []]
+
     def _evict_oldest(self) -> None:
-        """The oldest cached page becomes free. A second tier would take its content here."""
+        """The oldest cached page becomes free."""
         page = self._next[NULL_PAGE]
         assert page != NULL_PAGE and self._num_children[page] == 0, f"page {page} is not a cached leaf"
         self._unlink(page)
+        if self.host:
+            self.host.save(page, self._hash[page], self._hash[self._parent[page]])
         self._drop_from_index(page)
         self._free.append(page)
 
@@ -223,6 +227,8 @@ class PagePool:
         indexed = {page for page in range(1, self.num_pages) if self._hash[page]}
         assert set(self._index.values()) == indexed and len(self._index) == len(indexed), "index and hashes differ"
         assert not indexed & free and place.keys() <= indexed, "a free page is indexed or a cached one is not"
+        if self.host:
+            self.host.check_invariants(lambda page_hash: bool(self.lookup(page_hash)))
         children = [0] * self.num_pages
         for page in indexed:
             parent = self._parent[page]

@@ -20,8 +20,9 @@ import torch
 from kernels.dispatch import SWITCHES, Dispatch, Site
 from kernels.quantized_kv import stored_dtype
 from replica import weights as checkpoints
-from replica.batch import Batch, Row, StepResult
+from replica.batch import Batch, Move, Row, StepResult
 from replica.config import ResolvedConfig
+from replica.host_pages import HostPages
 from replica.inputs import InputBuilder
 from replica.kv import PagedKV
 from replica.model import Decoder, ModelConfig, Weights
@@ -135,6 +136,9 @@ class ModelRunner:
         self._decoder = Decoder(model, weights, self._ops, config.max_model_len)
         self.kv = PagedKV(model, config.num_pages, config.page_size, config.kv_cache_dtype, self._device)
         self._kv = self.kv.layers
+        self._host = HostPages(self.kv, config.num_host_pages) if config.num_host_pages else None
+        self._broken: BaseException | None = None
+        """Why pages may hold anything."""
         self._inputs = InputBuilder(self._device, config.page_size)
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
@@ -169,6 +173,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> RunnerStep:
         if self._closed:
             raise RuntimeError("the runner is closed")
+        self._check_sound()
         step = RunnerStep(self._collect)
         if self._worker is None:
             with torch.inference_mode():
@@ -180,12 +185,32 @@ class ModelRunner:
 
         def execute() -> None:
             try:
+                self._check_sound()
                 step.fill(self._collect(self._enqueue(batch)))
             except BaseException as error:
                 step.fill(error)
 
         self._queue.put(execute)
         return step
+
+    def move(self, moves: list[Move]) -> None:
+        if self._worker is None:
+            self._move(moves)
+        else:
+            self._queue.put(lambda: self._move(moves))
+
+    def _move(self, moves: list[Move]) -> None:
+        assert self._host is not None, "there is no host tier"
+        try:
+            with torch.inference_mode():
+                self._host.move(moves)
+        except Exception as error:
+            log.exception("copying pages between device and host failed")
+            self._broken = error
+
+    def _check_sound(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"copying pages between device and host failed: {self._broken!r}")
 
     def release(self, slot: int) -> None:
         if self._worker is None:
@@ -205,6 +230,7 @@ class ModelRunner:
             "weight_bytes": m.num_weights() * itemsize,
             "kv_cache_dtype": self.config.kv_cache_dtype,
             "kv_bytes": self.kv.num_bytes,
+            "host_bytes": self._host.num_bytes if self._host else 0,
             "num_pages": self.num_pages,
             "kernels": self._ops.choices(),
             "graphs": self._no_graphs if self._graphs is None else self._graphs.describe(),

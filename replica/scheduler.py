@@ -89,10 +89,10 @@ class Scheduler:
     # --- requests come and go
 
     def add(self, request: Request) -> int:
-        """Queues a request; returns how many of its pages are indexed now."""
+        """Queues a request; returns how many of its pages are there now, on the device or the host."""
         request.key = (request.arrival + request.priority * self.config.ageing_s, self._serial)
         self._serial += 1
-        hits = self.pool.match(request.hashes, self._hit_limit(request))
+        hits = self._match(request, self._hit_limit(request))[1]
         self._enqueue(request, request.num_tokens - hits * self.config.page_size)
         return hits
 
@@ -131,8 +131,10 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """What this request computed is in doubt: no page of it, nor any built upon one, serves others."""
-        chain = [self.pool.lookup(page_hash) for page_hash in request.hashes[request.num_hits :]]
-        self.pool.unpublish(list(takewhile(bool, chain)))
+        doubtful = request.hashes[request.num_hits :]
+        self.pool.unpublish(list(takewhile(bool, map(self.pool.lookup, doubtful))))
+        if self.pool.host:
+            self.pool.host.drop(doubtful)
 
     # --- one step
 
@@ -264,6 +266,12 @@ class Scheduler:
             return 0
         return (request.num_tokens - 1) // self.config.page_size
 
+    def _match(self, request: Request, limit: int) -> tuple[int, int]:
+        """Leading pages that are indexed on the device; the same with those after them that the host tier keeps."""
+        num_hits = self.pool.match(request.hashes, limit)
+        host = self.pool.host
+        return num_hits, num_hits + (host.match(request.hashes, num_hits, limit) if host else 0)
+
     def _try_admit(self, request: Request) -> bool:
         """Takes slot and pages. False: no room, or (``awaits`` set) another request computes the next page."""
         config, pool = self.config, self.pool
@@ -271,22 +279,23 @@ class Scheduler:
         num_full = request.num_tokens // config.page_size if config.prefix_caching else 0
         if num_full:
             request.hash_of(num_full - 1, config.page_size)
-        num_hits = pool.match(request.hashes, limit)
+        num_hits, num_ready = self._match(request, limit)
         request.awaits = b""
-        single_flight = config.scheduler == "continuous"  # a static batch must not leave its members out
-        if single_flight and num_hits < limit and request.hashes[num_hits] in self._computing:
-            request.awaits = request.hashes[num_hits]
-            return False
+        if config.scheduler == "continuous":  # a static batch must not leave its members out
+            for index in (num_hits, num_ready):
+                if index < limit and request.hashes[index] in self._computing:
+                    request.awaits = request.hashes[index]
+                    return False
         tokens = request.num_tokens if config.kv_cache_paging else config.max_model_len
         needed = config.pages_for(tokens) - num_hits
-        spare = pool.num_available - needed - self._headroom(request, num_hits)
+        spare = pool.num_available - needed - self._headroom(request, num_ready)
         if spare < 0:
             return False
         hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]]
         if spare < pool.num_idle(hits):
             return False
         pool.acquire(hits)
-        fresh = pool.allocate(needed)
+        fresh = pool.allocate(needed, request.hashes[num_hits:num_ready])
         assert config.kv_cache_paging or fresh[-1] - fresh[0] == needed - 1, "a reservation is not contiguous"
         request.table = np.array([*hits, *fresh, NULL_PAGE, NULL_PAGE], dtype=np.int32)
         request.num_pages = num_hits + needed
@@ -294,7 +303,8 @@ class Scheduler:
         request.num_hits = request.num_published = num_hits
         request.tail = hits[-1] if hits else NULL_PAGE
         request.publish_at = (num_hits + 1) * config.page_size if config.prefix_caching else inf
-        request.num_computed = request.num_written = num_hits * config.page_size
+        request.num_computed = num_ready * config.page_size
+        request.num_written = num_hits * config.page_size  # what comes from the host is indexed when it is read back
         request.admitted_total = request.num_total
         request.slot = self._free_slots.pop()
         request.fresh = True
@@ -309,11 +319,11 @@ class Scheduler:
         self.queued_tokens -= request.uncached_estimate
         return True
 
-    def _headroom(self, request: Request, num_hits: int) -> int:
+    def _headroom(self, request: Request, num_ready: int) -> int:
         """Pages to leave for the growth of the running while this request is being prefilled."""
         if not self.running or not self.config.kv_cache_paging:
             return 0
-        num_tokens = request.num_tokens - num_hits * self.config.page_size
+        num_tokens = request.num_tokens - num_ready * self.config.page_size
         num_steps = 2 + num_tokens // self.config.long_prefill_tokens
         return max(self._watermark, len(self.running) * self.config.pages_for(num_steps))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from replica.batch import FROM_DEVICE, Batch, Row, StepResult
+from replica.batch import FROM_DEVICE, Batch, Move, Row, StepResult
 from router.wire import Logprob
 
 _MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
@@ -105,7 +105,9 @@ class StubRunner:
         self._kv = np.zeros(num_pages * page_size if content else 0, np.uint64)
         self._last = [0] * max_batch_size
         self._occupied = [False] * max_batch_size
-        self._queue: list[_StubStep] = []
+        self._host: dict[int, np.ndarray] = {}
+        """Content of host slots."""
+        self._queue: list[_StubStep | list[Move]] = []
         self._device_free = 0.0
         self._lock = threading.Lock()
 
@@ -119,10 +121,25 @@ class StubRunner:
         self._queue.append(step)
         return step
 
+    def move(self, moves: list[Move]) -> None:
+        if self.content:
+            self._queue.append(moves)
+
+    def _move(self, move: Move) -> None:
+        pages = self._kv.reshape(self.num_pages, self.page_size)
+        if move.to_host:
+            self._host.update(zip(move.slots, pages[move.pages], strict=True))
+        else:
+            pages[move.pages] = [self._host[slot] for slot in move.slots]
+
     def execute_through(self, last: _StubStep) -> None:
         with self._lock:
             while last.outcome is None:
                 step = self._queue.pop(0)
+                if isinstance(step, list):
+                    for move in step:
+                        self._move(move)
+                    continue
                 try:
                     step.outcome = self._execute(step.batch)
                 except Exception as error:

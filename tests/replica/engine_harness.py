@@ -29,6 +29,8 @@ class Mirror:
     """What a router would believe after the batches seen so far."""
 
     keys: set[int] = field(default_factory=set)
+    """On the device."""
+    host: set[int] = field(default_factory=set)
     reservations: dict[str, bytes] = field(default_factory=dict)
     batches: list[EventBatch] = field(default_factory=list)
 
@@ -36,22 +38,27 @@ class Mirror:
         assert batch.seq == (self.batches[-1].seq + 1 if self.batches else 0)
         assert not self.batches or batch.epoch == self.batches[-1].epoch
         self.batches.append(batch)
-        for parent, _, packed in batch.stored:
+        tiers = (self.keys, self.host)
+        for parent, tier, packed in batch.stored:
             for key in unpack_keys(packed):
-                assert parent == 0 or parent in self.keys, "a page is stored before its parent"
-                assert key not in self.keys, "a page is stored twice"
-                self.keys.add(key)
+                assert parent == 0 or parent in self.keys | self.host, "a page is stored before its parent"
+                assert key not in tiers[tier], "a page is stored twice"
+                tiers[tier].add(key)
                 parent = key
-        for _, packed in batch.removed:
+        for tier, packed in batch.removed:
             for key in unpack_keys(packed):
-                self.keys.remove(key)
+                tiers[tier].remove(key)
         self.reservations.update(batch.accepted)
         for reservation in batch.ended:
             del self.reservations[reservation]
-        digest = Digest()
-        for key in self.keys:
-            digest.add(key)
-        assert batch.digests == [digest.as_pair(), (0, 0)]
+        assert batch.digests == [_digest(keys) for keys in tiers]
+
+
+def _digest(keys: set[int]) -> tuple[int, int]:
+    digest = Digest()
+    for key in keys:
+        digest.add(key)
+    return digest.as_pair()
 
 
 class Harness:
@@ -131,7 +138,7 @@ class Harness:
         counts = self.engine.pool.counts()
         assert counts["free"] + counts["cached"] + counts["held"] == counts["all"]
         if not self.engine.events.has_changes:
-            assert self.mirror.keys == set(self.engine.pool.keys())
+            assert [self.mirror.keys, self.mirror.host] == [set(keys) for keys in self.engine.pool.residency()]
             assert self.mirror.reservations == self.engine.events.reservations
 
     def finish(self, *, audit: bool = True, limit: int = 20000) -> None:
