@@ -95,7 +95,7 @@ class TritonOps:
                 if n % 32 or k % 64:
                     raise ValueError(f"deterministic mode needs N % 32 = 0 and K % 64 = 0, got {role} N={n} K={k}")
                 found, why = DETERMINISTIC_GEMM, "deterministic"
-            if found.kind == "blas" and role == "gate_up" and self._can_gate(n, k):
+            if found.kind == "blas" and role == "gate_up" and self._can_gate(n, k) and self._gate_pays(n, m):
                 found = GemmConfig("gated", bn=gated.BN, bk=gated.BK)
             if not self.launch.pdl_available:
                 found = without_pdl(found)
@@ -105,6 +105,11 @@ class TritonOps:
 
     def _can_gate(self, n: int, k: int) -> bool:
         return self.launch.pdl_available and n % gated.BN == 0 and k % gated.BK == 0
+
+    def _gate_pays(self, n: int, m: int) -> bool:
+        """Its tiles are 128 tokens high, so sizes in between waste up to half of a second wave; cuBLAS has a tile for
+        each size, and what it leaves to a kernel for SiLU x gate is small until the intermediate leaves the cache."""
+        return -(-m // gated.BM) * (n // gated.BN) <= self.programs or m > 1024
 
     def _normed(self, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
         if x.normed is not None:
@@ -201,25 +206,25 @@ class TritonOps:
             return out
         single, several = self._new_tokens(meta)
         beside = qkv.is_cuda and single > 0 and several > 0 and qkv.shape[0] > 64
+        if several:
+            chunks = self.table.prefill
+            if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
+                chunks = PrefillConfig(rows=32, block=64, stages=3, warps=2)
+            with self._beside() if beside else nullcontext():
+                prefill_attention(self.launch, chunks, qkv, kv, meta, shape, out, min_new=2)
         if single:
             config = decode_attention_config(single, shape.num_kv_heads, meta.max_kv, uneven=True)
-            with self._beside() if beside else nullcontext():
-                config = without_pdl(config) if beside else config
-                decode_attention(self.launch, config, qkv, kv, meta, shape, None, None, cos, sin, out, fused=False)
-        if several:
-            rows = self.table.prefill
-            if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
-                rows = PrefillConfig(rows=32, block=64, stages=3, warps=2)
-            prefill_attention(self.launch, rows, qkv, kv, meta, shape, out, min_new=2)
+            config = without_pdl(config) if beside else config
+            decode_attention(self.launch, config, qkv, kv, meta, shape, None, None, cos, sin, out, fused=False)
         if beside:
             torch.cuda.current_stream(self.device).wait_stream(self._side_stream())
         return out
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """What is launched inside runs beside what follows: single tokens are bound by memory, chunks by arithmetic,
-        and neither fills the chip. The caller joins the two before it returns; buffers made outside outlive the join,
-        those made inside belong to the side stream."""
+        """What is launched inside runs beside what follows: chunks are bound by arithmetic, single tokens by memory,
+        and neither fills the chip. Chunks go first, and first in line, as their programs are few and long. The caller
+        joins the two before it returns; buffers of the main stream outlive the join."""
         side = self._side_stream()
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -227,7 +232,7 @@ class TritonOps:
 
     def _side_stream(self) -> torch.cuda.Stream:
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
+            self._side = torch.cuda.Stream(self.device, priority=-1)
         return self._side
 
     @staticmethod

@@ -153,7 +153,7 @@ def layer(ops: TritonOps, c: Model, new: list[int], page: int, max_kv: int) -> N
 
 
 CASES = [
-    (QWEN_06B, [1], 64), (SMOLLM, [1] * 4, 16), (QWEN_8B, [300, 1, 1], 16), (QWEN_8B, [1], 16), (QWEN_8B, [1] * 16, 16),
+    (QWEN_06B, [1], 64), (SMOLLM, [1] * 4, 16), (QWEN_8B, [300, 1, 1], 16), (QWEN_8B, [1100, 1], 16), (QWEN_8B, [1], 16), (QWEN_8B, [1] * 16, 16),
     (QWEN_8B, [1] * 64, 64), (QWEN_06B, [1] * 32, 16), (LLAMA_8B, [1], 16), (LLAMA_8B, [1] * 8, 16), (SMOLLM, [1], 16),
     (SMOLLM, [70, 1], 16),
 ]  # fmt: skip
