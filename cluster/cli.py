@@ -79,6 +79,30 @@ def chat(
     raise typer.Exit(converse(url, keys, system, temperature, max_tokens, Console()))
 
 
+@app.command(epilog="Example: everwarm verify --model ./my-model --quick --json verified.json")
+def verify(
+    model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Cases that cover every pair of option values instead of all combinations.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="float32; on a GPU also bfloat16 or float16.")] = "float32",
+    inject: Annotated[str | None, typer.Option(help="Plant a fault, token or rope: it must be found.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Hold the engine's options against plain transformers, on any model. Exit 1: an exact option differs."""
+    from cluster.checkpoint import UnknownModel
+    from cluster.verify import UNITS, holds, run
+    from cluster.verify_report import show
+
+    try:
+        figures = run(model, Console(stderr=True), quick=quick, dtype=dtype, fault=inject)
+    except (UnknownModel, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    show(figures, Console())
+    bench.report(figures, UNITS, json_path)
+    raise typer.Exit(0 if holds(figures) else 1)
+
+
 def _write(result: Any, path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")

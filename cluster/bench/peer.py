@@ -14,25 +14,34 @@ from replica import weights
 from replica.model import ModelConfig, Weights
 
 
-def as_transformers(path: Path) -> Any:
-    """The checkpoint as a transformers model in fp32 with sdpa attention, ready to generate.
+def as_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint as a transformers model with sdpa attention, ready to generate.
 
     A directory goes through ``from_pretrained``. A GGUF file is read by our reader (transformers' takes 15 CPU
-    seconds for the default model) and its tensors are assigned to transformers' modules.
+    seconds for the default model) and its tensors are assigned to transformers' modules. Raises ValueError for a GGUF
+    file with scaled rope.
     """
     if not weights.is_gguf(path):
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    return _from_weights(*weights.load(path))
+        logging.disable_progress_bar()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return _from_weights(*weights.load(path, dtype))
 
 
 def _from_weights(c: ModelConfig, loaded: Weights) -> Any:
     import transformers
 
-    if c.family != "llama" or c.rope.kind != "default" or c.qkv_bias:
-        raise ValueError(f"the GGUF peer is written for plain llama; this is {c.family} with {c.rope.kind} rope")
-    shape = transformers.LlamaConfig(
+    if c.rope.kind != "default" or c.rope.freq_factors is not None:
+        raise ValueError(f"model: only GGUF files without rope scaling can be compared; this has {c.rope.kind!r}")
+    kinds: dict[str, tuple[Any, Any]] = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }
+    config_class, model_class = kinds[c.family]
+    shape = config_class(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -48,7 +57,7 @@ def _from_weights(c: ModelConfig, loaded: Weights) -> Any:
         bos_token_id=None,
     )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(shape)
+        model = model_class(shape)
     model.load_state_dict(_state_dict(c, loaded), assign=True)
     # The rotary buffer is no parameter, so nothing has filled it yet.
     model.model.rotary_emb = type(model.model.rotary_emb)(shape)
@@ -66,6 +75,12 @@ def _state_dict(c: ModelConfig, loaded: Weights) -> dict[str, torch.Tensor]:
         at = f"model.layers.{i}."
         for name, part in zip("qkv", layer.qkv.split((q, kv, kv)), strict=True):
             state[f"{at}self_attn.{name}_proj.weight"] = part
+        if layer.qkv_bias is not None:
+            for name, part in zip("qkv", layer.qkv_bias.split((q, kv, kv)), strict=True):
+                state[f"{at}self_attn.{name}_proj.bias"] = part
+        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+            if norm is not None:
+                state[f"{at}self_attn.{name}.weight"] = norm
         state[f"{at}mlp.gate_proj.weight"], state[f"{at}mlp.up_proj.weight"] = layer.gate_up.chunk(2)
         state[f"{at}self_attn.o_proj.weight"] = layer.o
         state[f"{at}mlp.down_proj.weight"] = layer.down

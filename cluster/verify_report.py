@@ -1,0 +1,85 @@
+"""The tables of ``everwarm verify``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.verify import holds
+
+MOST_FAILURES = 10
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    """One row per option value, then what failed, the sampling options and the lossy ones."""
+    console.print(
+        f"{figures['model']} on {figures['device']}, {figures['dtype']}: {figures['num_cases']} combinations of exact "
+        f"options ({figures['cases']}), {figures['requests']} requests each, against transformers",
+        highlight=False,
+    )
+    console.print(_options(figures))
+    for verdict in [v for v in figures["verdicts"] if v["difference"]][:MOST_FAILURES]:
+        where = verdict["difference"]
+        console.print(
+            f"differs: {where['case']}: request {where['request']}, output token {where['position']}: {where['what']}",
+            style="red", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if figures["num_failed"] > MOST_FAILURES:
+        console.print(f"... and {figures['num_failed'] - MOST_FAILURES} more combinations")
+    console.print(_lossy(figures))
+    changed = sum(effect["changed"] for effect in figures["sampling"])
+    console.print(f"sampling options that change the output: {changed} of {len(figures['sampling'])}", highlight=False)
+    for reason in figures["unproven"]:
+        console.print(f"not shown: {reason}", style="red", markup=False, highlight=False)
+    for name, why in figures["left_out"].items():
+        console.print(f"left out: {name}: {why}", markup=False, highlight=False)
+    if ties := sum(verdict["ties"] for verdict in figures["verdicts"]):
+        console.print(f"ties: {ties} sequences were compared up to a token of which transformers was undecided")
+    if holds(figures):
+        console.print(f"all exact options agree with transformers (within {figures['tolerance']})", style="green")
+
+
+def _options(figures: dict[str, Any]) -> Table:
+    heads = ("exact option", "cases", "fail", "tokens", "worst", "preempt", "hits", "drafted", "right")
+    table = Table(*heads, caption=_LEGEND, caption_justify="left")
+    defaults = {name: values[0].lower() for name, values in figures["axes"].items()}
+    chosen = []
+    for verdict in figures["verdicts"]:
+        words = dict(part.split("=", 1) for part in verdict["case"].split(" ") if "=" in part)
+        chosen.append((defaults | words, verdict))
+    for name, values in figures["axes"].items():
+        for value in values:
+            of_value = [verdict for words, verdict in chosen if words[name] == value.lower()]
+            counts = [sum(v["counters"].get(key, 0) for v in of_value) for key in _COUNTERS]
+            table.add_row(
+                f"{name}={value.lower()}", str(len(of_value)), str(sum(v["difference"] is not None for v in of_value)),
+                str(sum(v["tokens"] for v in of_value)), f"{max((v['worst'] for v in of_value), default=0):.0e}",
+                *map(str, counts),
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+_LEGEND = """cases with this value; tokens found equal; worst difference of a log-probability; preemptions; prompt
+tokens found in the prefix cache; tokens drafted, and found right"""
+_COUNTERS = ("preemptions", "prefix_hits", "drafted_tokens", "accepted_tokens")
+
+
+def _lossy(figures: dict[str, Any]) -> Table:
+    table = Table(
+        "lossy option", "top-1", "KL mean", "KL max", "free run", "alone = crowd",
+        caption="measured, not judged: share of positions with transformers' likeliest token, divergence in nats,\n"
+        "share of a free greedy run before its first other token, the same alone as among others",
+        caption_justify="left",
+    )  # fmt: skip
+    for loss in figures["lossy"]:
+        if loss["refused"]:
+            table.add_row(loss["option"], f"refused: {loss['refused']}")
+            continue
+        table.add_row(
+            loss["option"], f"{loss['agreement']:.1%}", f"{loss['kl_mean']:.1e}", f"{loss['kl_max']:.1e}",
+            f"{loss['same_tokens']:.1%}", "yes" if loss["alone_as_in_a_crowd"] else "no",
+        )  # fmt: skip
+    return table
