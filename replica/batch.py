@@ -18,6 +18,9 @@ from router.wire import Logprob, Sampling
 FROM_DEVICE = -1
 """In ``Row.token_ids``: the id sampled last for this slot, still on the device."""
 
+FROM_DRAFT = -2
+"""In ``Row.drafts``: a guess of the runner's draft model, which it writes in its place before the forward pass."""
+
 NULL_PAGE = 0
 """Never allocated; padded rows write and read there."""
 

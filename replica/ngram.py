@@ -34,6 +34,7 @@ class NgramDrafter:
     """Drafts by :func:`lookup`."""
 
     foresees = True
+    longest_rest = 16
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest

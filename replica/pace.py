@@ -9,8 +9,6 @@ FADE = 0.85
 """Weight of a guess after the next one: a memory of about seven."""
 LEAST_CHANCE = 0.3
 """Below, nothing is drafted: a second token in a step costs more than each later one."""
-REST = 16
-"""Tokens at most until the next look, where looking found nothing."""
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class Pace:
         self.rest = max(0, self.rest - 1)
         return self.rest > 0
 
-    def found(self, anything: bool) -> None:
-        """What the look came to; rests double while there is nothing."""
-        self.pause = 0 if anything else min(REST, 2 * self.pause or 1)
+    def looked(self, in_vain: bool, longest_rest: int) -> None:
+        """Rests double while looking is in vain."""
+        self.pause = min(longest_rest, 2 * self.pause or 1) if in_vain else 0
         self.rest = self.pause

@@ -22,6 +22,7 @@ from kernels.quantized_kv import stored_dtype
 from replica import weights as checkpoints
 from replica.batch import Batch, Move, Row, StepResult
 from replica.config import ResolvedConfig
+from replica.draft import DraftModel, load_draft
 from replica.host_pages import HostPages
 from replica.inputs import InputBuilder
 from replica.kv import PagedKV
@@ -122,9 +123,15 @@ class ModelRunner:
     """Implements replica.batch.Runner for one CPU or one GPU."""
 
     def __init__(
-        self, model: ModelConfig, weights: Weights, config: ResolvedConfig, ops: Dispatch | None = None
+        self,
+        model: ModelConfig,
+        weights: Weights,
+        config: ResolvedConfig,
+        ops: Dispatch | None = None,
+        draft: Decoder | None = None,
     ) -> None:
-        """Takes the weights over. Raises ValueError for switches that can't be honoured here."""
+        """Takes the weights over. ``draft``: the decoder of ``speculative_model``. Raises ValueError for switches that
+        can't be honoured here."""
         self.config = config
         self.model = model
         self.vocab_size = model.vocab_size
@@ -142,6 +149,7 @@ class ModelRunner:
         self._inputs = InputBuilder(self._device, config.page_size)
         self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
         self._prompt = PromptLogprobs(self._decoder)
+        self._draft = DraftModel.open(config, self._decoder, self.kv, self._sampler, draft)
         self._graphs: StepGraphs | None = None
         self._compiled = 0
         """Kernels compiled when ready."""
@@ -166,7 +174,7 @@ class ModelRunner:
         model, weights = checkpoints.load(
             path, getattr(torch, config.dtype), config.device, load_format=load_format, prepare=ops.prepare
         )
-        return cls(model, weights, config, ops)
+        return cls(model, weights, config, ops, load_draft(config, choose_ops, load_format))
 
     # --- replica.batch.Runner
 
@@ -232,6 +240,7 @@ class ModelRunner:
             "kv_bytes": self.kv.num_bytes,
             "host_bytes": self._host.num_bytes if self._host else 0,
             "num_pages": self.num_pages,
+            "draft": None if self._draft is None else self._draft.describe(),
             "kernels": self._ops.choices(),
             "graphs": self._no_graphs if self._graphs is None else self._graphs.describe(),
             "steps": self._steps,
@@ -253,6 +262,8 @@ class ModelRunner:
         """Call with no step in flight."""
         self._sampler.edits.check_invariants()
         self.kv.check_invariants()
+        if self._draft is not None:
+            self._draft.check_invariants()
 
     def _capture(self) -> str:
         """Captures steps where that is possible; else returns why not."""
@@ -271,6 +282,8 @@ class ModelRunner:
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
         with torch.inference_mode():
             warm(self._decoder, self._kv, self.config.page_size, context)
+            if self._draft is not None:
+                warm(self._draft.decoder, self._draft.layers, self.config.page_size, context)
         self._compiled = self._ops.compiled
         return ""
 
@@ -287,6 +300,8 @@ class ModelRunner:
         started = time.perf_counter()
         self._steps += 1
         plan = self._sampler.plan(batch.rows)
+        if self._draft is not None:
+            self._draft.prepare(batch.rows)
         if self._graphs is not None and not self._prompt.wanted(batch.rows):
             kind: Kind = "ids" if self._sampler.is_plain(plan) and self._ops.norm_sample is not None else "logits"
             if (key := self._graphs.find(batch.rows, kind)) is not None:

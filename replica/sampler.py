@@ -103,6 +103,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_batch_size: int, device: torch.device) -> None:
         self.edits = LogitEdits(vocab_size, device)
+        self.vocab_size = vocab_size
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self.last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
@@ -147,12 +148,8 @@ class Sampler:
         wanted = {i: k for i, s in enumerate(plan.samples) if (k := s.row.sampling.logprobs) is not None}
         raw = torch.log_softmax(logits[self._put(list(wanted))], dim=-1) if wanted else None
         edited = self._edit(logits, plan)
-        if len(plan.random) < len(plan.samples):
-            ids = self._argmax(logits)
-        else:
-            ids = torch.zeros(len(plan.samples), dtype=torch.int64, device=self._device)
-        if plan.random:
-            self._draw(logits, plan, ids)
+        edited = self._mask(logits, plan.rows) or edited
+        ids = self._choose(logits, plan)
         self._advance(plan, ids)
         logprobs = None
         if raw is not None:
@@ -160,10 +157,28 @@ class Sampler:
             logprobs = top_logprobs(raw, ids[self._put(rows)], rows, counts)
         return Sampled(ids, sound, logits.amax(-1) > float("-inf") if edited else None, logprobs)
 
+    def guess(self, logits: torch.Tensor, rows: list[Row], j: int) -> torch.Tensor:
+        """Another model's idea of sample number ``j`` of each row: its logits fp32 [n, V], overwritten, take the same
+        edits and the same noise -> ids int64 [n]. The drafts before it are filled in. Grammars are not asked."""
+        plan = SamplePlan([_Sample(row, j, self.edits.get(row.slot)) for row in rows], rows)
+        plan.random = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
+        self._edit(logits, plan)
+        return self._choose(logits, plan)
+
     # --- steps of sample
 
+    def _choose(self, logits: torch.Tensor, plan: SamplePlan) -> torch.Tensor:
+        """Edited logits fp32 [S, V] -> ids int64 [S]."""
+        if len(plan.random) < len(plan.samples):
+            ids = self._argmax(logits)
+        else:
+            ids = torch.zeros(len(plan.samples), dtype=torch.int64, device=self._device)
+        if plan.random:
+            self._draw(logits, plan, ids)
+        return ids
+
     def _edit(self, logits: torch.Tensor, plan: SamplePlan) -> bool:
-        """Edits and grammar masks, in place; True if any row could have lost every token."""
+        """In place; True if any row could have lost every token."""
         penalised: list[int] = []
         edited = False
         for i, sample in enumerate(plan.samples):
@@ -179,7 +194,7 @@ class Sampler:
             samples = [plan.samples[i] for i in penalised]
             edits_of = [s.edits for s in samples if s.edits is not None]
             self.edits.penalise(logits, penalised, edits_of, [self._drafts(s) for s in samples])
-        return self._mask(logits, plan.rows) or edited
+        return edited
 
     def _mask(self, logits: torch.Tensor, rows: list[Row]) -> bool:
         """Grammar masks, in one copy to the device; True if there were any."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from replica.batch import Row
+from replica.batch import FROM_DRAFT, Row
 from replica.config import ResolvedConfig
 from replica.ngram import NgramDrafter
 from replica.pace import Pace
@@ -36,11 +36,24 @@ class Drafter(Protocol):
     """Guesses on the engine thread."""
 
     foresees: bool
-    """Guessing is cheap enough to be done for every token, whether drafted or not."""
+    """A guess costs next to nothing, so one is made for every token, whether it is verified or not; else what is known
+    of a request comes from its verified guesses alone."""
+    longest_rest: int
+    """Tokens until the next look, at most, where looking is in vain."""
 
     def guess(self, ids: np.ndarray, count: int) -> np.ndarray:
-        """int32, up to ``count`` ids that may follow ``ids`` int32 [num_tokens]; the runner fills in FROM_DRAFT."""
+        """int32, up to ``count`` ids that may follow ``ids`` int32 [num_tokens]."""
         ...
+
+
+class RunnerDrafts:
+    """Leaves guessing to the runner's draft model."""
+
+    foresees = False
+    longest_rest = 64
+
+    def guess(self, ids: np.ndarray, count: int) -> np.ndarray:
+        return np.full(count, FROM_DRAFT, np.int32)
 
 
 class Speculation:
@@ -61,9 +74,9 @@ class Speculation:
         """None when it is off."""
         if config.speculative == "off":
             return None
-        if config.speculative == "draft":
-            raise ValueError("speculative: draft is not there yet")
-        drafter = NgramDrafter(config.speculative_ngram_min, config.speculative_ngram_max)
+        drafter: Drafter = RunnerDrafts()
+        if config.speculative == "ngram":
+            drafter = NgramDrafter(config.speculative_ngram_min, config.speculative_ngram_max)
         return cls(drafter, config.speculative_tokens, step_time)
 
     @property
@@ -79,8 +92,7 @@ class Speculation:
                 del self._wishes[request]
                 continue
             assert turn.grants[request] == 1 and not request.num_pending, "guesses follow the last token"
-            assert request.pace is not None
-            count = min(len(guesses), turn.budget, request.pace.length(self._price, self.most))
+            count = min(len(guesses), turn.budget)
             end = request.num_computed + 1 + count
             if end > request.num_pages * page_size and pool.num_available:
                 request.add_pages(pool.allocate(1))
@@ -108,13 +120,16 @@ class Speculation:
         if room <= 0 or request.slot < 0 or pace.is_resting():
             return
         length = pace.length(self._price, self.most)
-        if length or self.drafter.foresees:
-            guesses = self.drafter.guess(request.ids[: request.num_tokens], min(max(1, length), room))
-            pace.found(len(guesses) > 0)
-            if len(guesses):
-                pace.guess = int(guesses[0])
-                if length:
-                    self._wishes[request] = guesses
+        guesses = self.drafter.guess(request.ids[: request.num_tokens], min(max(1, length), room))
+        if self.drafter.foresees:
+            pace.looked(not len(guesses), self.drafter.longest_rest)
+            pace.guess = int(guesses[0]) if len(guesses) else -1
+            if not length:
+                return
+        else:
+            pace.looked(not length, self.drafter.longest_rest)
+        if len(guesses):
+            self._wishes[request] = guesses
 
     def _update_price(self, turn: Turn) -> None:
         """Of a token more in this step, in tokens: the time that it takes, at the rate of the step without guesses."""

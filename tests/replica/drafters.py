@@ -13,6 +13,7 @@ class Replay:
     """Guesses the continuation of known sequences, and a wrong id where (position + salt) % wrong_every == 0."""
 
     foresees = True
+    longest_rest = 16
 
     def __init__(self, sequences: Iterable[list[int]], vocab_size: int, wrong_every: int = 5) -> None:
         self._known = [np.array(ids, np.int32) for ids in sequences]

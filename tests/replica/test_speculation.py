@@ -10,14 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from drafters import Replay, StubOracle
 from engine_harness import VOCAB, Harness
-from runner_driver import make_runner, prompts
+from runner_driver import make_config, make_runner, prompts
 
 from replica.batch import FROM_DEVICE
 from replica.llm import LLM, Output
+from replica.loop import Engine
+from replica.model import Decoder, ModelConfig, random_model, tiny_config
 from replica.ngram import lookup
 from replica.pace import Pace
+from replica.runner import ModelRunner, choose_ops
+from replica.step_time import StepShape
 from replica.stub import expected_ids
 from router.wire import Finish, Sampling
 
@@ -36,7 +41,14 @@ def reference(prompt: list[int], count: int) -> list[int]:
 def drafting(wrong_every: int = 5, **options) -> Harness:
     harness = Harness(speculative="ngram", **options)
     harness.engine.speculation.drafter = StubOracle(SEED, VOCAB, wrong_every)
+    at_no_price(harness.engine)
     return harness
+
+
+def at_no_price(engine: Engine) -> None:
+    """How far it guesses shall not depend on how busy this machine is."""
+    if engine.speculation is not None:
+        engine.speculation._update_price = lambda turn: None
 
 
 def assert_speculated(info: dict) -> None:
@@ -187,7 +199,7 @@ def test_guesses_never_take_what_others_need() -> None:
 
 # --- on a model: every option of the sampler
 
-COUNT = 40
+COUNT = 32
 OPTIONS = [
     Sampling(temperature=0),
     Sampling(temperature=1.0, seed=5),
@@ -210,6 +222,7 @@ ASKED = prompts(tuple(range(3, 3 + 5 * len(OPTIONS), 5)), seed=4)
 def open_llm(**options: object) -> Iterator[LLM]:
     runner = make_runner(seed=3, **options)
     with LLM(runner.config, runner) as llm:
+        at_no_price(llm.engine)
         yield llm
         llm.engine.check_invariants()
         runner.check_invariants()
@@ -264,6 +277,98 @@ def test_prompt_lookup_finds_the_loops_of_a_random_model() -> None:
         info = llm.engine.info()
         assert_speculated(info)
         assert info["steps"]["count"] < 140
+
+
+# --- a draft model
+
+
+@contextmanager
+def open_drafted(draft: Decoder | None, **options: object) -> Iterator[LLM]:
+    config = make_config(speculative="draft", **options)
+    runner = ModelRunner(tiny_config(), random_model(tiny_config(), 3), config, draft=draft)
+    with LLM(config, runner) as llm:
+        at_no_price(llm.engine)
+        yield llm
+        llm.engine.check_invariants()
+        runner.check_invariants()
+
+
+def decoder_of(shape: ModelConfig, seed: int, noise: float = 0.0) -> Decoder:
+    """Random weights; ``noise`` on the output layer spoils some guesses."""
+    weights = random_model(shape, seed)
+    weights.head = weights.head + noise * torch.randn(weights.head.shape, generator=torch.Generator().manual_seed(0))
+    config = make_config()
+    return Decoder(shape, weights, choose_ops(shape, config), config.max_model_len)
+
+
+TWIN = {"speculative_model": "twin"}
+DRAFTS = {
+    "first layer": (None, {"speculative_layers": 1}),
+    "twin": (lambda: decoder_of(tiny_config(), 3), TWIN),
+    "noisy twin": (lambda: decoder_of(tiny_config(), 3, 0.02), TWIN),
+    "other heads, more ids": (lambda: decoder_of(tiny_config(num_heads=2, num_kv_heads=1, vocab_size=300), 5), TWIN),
+    "fewer ids": (lambda: decoder_of(tiny_config(vocab_size=200), 6), TWIN),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_model_changes_no_token(plain: list[Output], kind: str) -> None:
+    make, source = DRAFTS[kind]
+    with open_drafted(make and make(), **source, chunk_size=32) as llm:
+        assert_equal(llm.generate(ASKED, OPTIONS), plain)
+        counters = llm.engine.info()["counters"]
+        rejected = counters["drafted_tokens"] - counters["accepted_tokens"]
+        if kind == "twin":
+            # The same model with the same noise and the same options. What follows a stop id is not accepted.
+            assert rejected <= counters["wasted_tokens"]
+        else:
+            assert rejected > 20
+        assert counters["accepted_tokens"] > (50 if "twin" in kind else 0)
+
+
+@pytest.mark.parametrize("kind", ["first layer", "noisy twin"])
+def test_a_draft_model_alone_and_without_running_ahead(plain: list[Output], kind: str) -> None:
+    make, source = DRAFTS[kind]
+    with open_drafted(make and make(), **source, async_scheduling=False, prefix_caching=False) as llm:
+        for i in (0, 3, 6, 10):
+            output = llm.generate([ASKED[i]], OPTIONS[i])[0]
+            assert (output.ids, output.finish) == (plain[i].ids, plain[i].finish)
+        assert_speculated(llm.engine.info())
+
+
+def test_a_draft_model_under_preemption_and_on_cached_pages(plain: list[Output]) -> None:
+    options = {**TWIN, "max_num_pages": 16, "max_model_len": 128, "watermark": 0.0}
+    with open_drafted(decoder_of(tiny_config(), 3), **options) as llm:
+        assert_equal(llm.generate(ASKED, OPTIONS), plain)
+        counters = llm.engine.info()["counters"]
+        assert counters["preemptions"] > 0
+        assert 0 <= counters["drafted_tokens"] - counters["accepted_tokens"] <= counters["wasted_tokens"]
+    with open_drafted(decoder_of(tiny_config(), 3), **TWIN) as llm:
+        for _ in range(2):
+            output = llm.generate(ASKED[-1:], OPTIONS[:1])[0]
+        assert output.num_cached >= 48
+        counters = llm.engine.info()["counters"]
+        assert counters["accepted_tokens"] == counters["drafted_tokens"] > 0, "cached pages hold the draft's part too"
+
+
+def test_a_draft_model_beside_grammars() -> None:
+    pytest.importorskip("llguidance")
+    from test_masking_model import GRAMMARS, asks
+
+    asked = prompts((9, 40, 5, 33, 12, 21, 60, 7))
+    plain_runner = make_runner(seed=3)
+    with LLM(plain_runner.config, plain_runner, masks=GRAMMARS) as llm:
+        expected = [output.ids for output in llm.generate(asked, asks())]
+    config = make_config(speculative="draft", **TWIN)
+    runner = ModelRunner(tiny_config(), random_model(tiny_config(), 3), config, draft=decoder_of(tiny_config(), 3))
+    with LLM(config, runner, masks=GRAMMARS) as llm:
+        assert [output.ids for output in llm.generate(asked, asks())] == expected
+        assert_speculated(llm.engine.info())
+
+
+def test_a_draft_model_needs_its_weights() -> None:
+    with pytest.raises(ValueError, match="speculative_model: 'twin' was not loaded"):
+        ModelRunner(tiny_config(), random_model(tiny_config(), 3), make_config(speculative="draft", **TWIN))
 
 
 # --- grammars
@@ -324,6 +429,20 @@ def test_lookup_against_a_plain_search() -> None:
         assert lookup(np.array(ids, np.int32), 6, shortest, longest).tolist() == wanted
 
 
+def test_a_token_more_costs_what_the_steps_say() -> None:
+    """A decode step of 20 ms + 2 ms a row: alone another token costs 1 / 11 of one; at batch 40 it costs 4 / 5."""
+    for rows, price in ((1, 2 / 22), (40, 2 * 40 / 100)):
+        harness = Harness(speculative="ngram", max_batch_size=64, async_scheduling=False)
+        model = harness.engine.step_time
+        for i in range(200):
+            shape = StepShape(running=1 + i % 50, context=100 * (1 + i % 7), prefill_tokens=100 * (i % 3 == 0))
+            model.update(shape, 20 + 2 * shape.running + 0.5 * shape.prefill_tokens)
+        for i in range(rows):
+            harness.submit(prompt_of(10, seed=i), max_tokens=40)
+        harness.step(12)
+        assert harness.engine.info()["speculation"]["price"] == pytest.approx(price, rel=0.1)
+
+
 def test_pace_follows_what_comes_right_and_what_it_costs() -> None:
     pace = Pace()
     cheap, dear = 0.05, 0.6
@@ -339,10 +458,10 @@ def test_pace_follows_what_comes_right_and_what_it_costs() -> None:
     assert pace.length(cheap, 8) > 0, "it comes back"
     rests = []
     for _ in range(8):
-        pace.found(False)
+        pace.looked(True, 16)
         rests.append(pace.pause)
         while pace.is_resting():
             pass
     assert rests == [1, 2, 4, 8, 16, 16, 16, 16]
-    pace.found(True)
+    pace.looked(False, 16)
     assert not pace.is_resting()
