@@ -136,6 +136,7 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
         "num_pages": resolved.num_pages,
         "page_size": resolved.page_size,
         "chunk_size": resolved.chunk_size,
+        "host_page_us": resolved.host_page_us,
     }
     server = TokenServer(token_plane_secret(bound_secret), replica_id=name, root=root, limits=limits)
     engine = Engine(

@@ -176,6 +176,8 @@ class ResolvedConfig:
     """Pages the runner allocates, the null page included: max_num_pages after resolution."""
     page_bytes: int
     """Of a page on all layers."""
+    page_bytes: int
+    """Of a page on all layers."""
     host_cache_gb: float
     num_host_pages: int
     """Pages that host_cache_gb holds."""
@@ -208,6 +210,12 @@ class ResolvedConfig:
     deterministic: bool
     log_level: str
     reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def host_page_us(self) -> int:
+        """Microseconds that one page takes between host and device: on an H200 page-locked memory moves at 55 GB/s after
+        12 us; on a CPU it is two copies at about 5 GB/s."""
+        return 12 + self.page_bytes // 50_000 if self.device == "cuda" else 2 + self.page_bytes // 2_500
 
     @property
     def host_page_us(self) -> int:
@@ -262,6 +270,7 @@ def _resolve_memory(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], why: dict[str, str]
 ) -> None:
     page_bytes = model.kv_bytes_per_token(out["kv_cache_dtype"]) * config.page_size
+    out["page_bytes"] = int(page_bytes)
     out["page_bytes"] = int(page_bytes)
     out["num_host_pages"] = int(config.host_cache_gb * 2**30 / page_bytes)
     if config.host_cache_gb and not out["num_host_pages"]:

@@ -52,6 +52,8 @@ class ReplicaState:
     directory: Directory
     page_size: int
     chunk: int = 512
+    host_page_ms: float = 0.05
+    """Time that it takes to bring one page from its host memory to its device."""
     accepting: bool = False
     retiring: bool = False
     suspicious: bool = False
@@ -179,7 +181,7 @@ class Placement:
                     load.free_pages,
                     state.coefficients or stand_in,
                     state.chunk,
-                    transfer_ms=fetched * self.options.host_page_ms,
+                    transfer_ms=fetched * state.host_page_ms,
                     suspicious=state.suspicious,
                 )
             )

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from router.dispatch import Dispatcher
 from router.stream_state import Phase
+from router.wire import Tier
 
 
 class PlaneCollector(Collector):
@@ -57,6 +58,7 @@ class PlaneCollector(Collector):
         queue = gauge("replica_queue_seconds", "Predicted wait for a first token.")
         waiting = gauge("replica_waiting", "Requests without a first token, of all routers.")
         pages = gauge("replica_pages", "Pages listed for the replica on its device.")
+        host = gauge("replica_host_pages", "Pages listed for the replica in its host memory.")
         lost = CounterMetricFamily(f"{self._prefix}:connections_lost", "Connections lost.", labels=["replica"])
         faults = CounterMetricFamily(
             f"{self._prefix}:event_stream",
@@ -69,11 +71,12 @@ class PlaneCollector(Collector):
             admitted.add_metric([name], state.accepting)
             queue.add_metric([name], state.backlog.queue_ms(link.now()) / 1e3)
             waiting.add_metric([name], len(state.backlog))
-            pages.add_metric([name], slot.digests[0].count if slot is not None else 0)
+            pages.add_metric([name], slot.digests[Tier.DEVICE].count if slot is not None else 0)
+            host.add_metric([name], slot.digests[Tier.HOST].count if slot is not None else 0)
             lost.add_metric([name], link.lost_connections)
             for kind, value in vars(link.stream.counters).items():
                 faults.add_metric([name, kind], value)
-        yield from (in_sync, admitted, queue, waiting, pages, lost, faults)
+        yield from (in_sync, admitted, queue, waiting, pages, host, lost, faults)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return GaugeMetricFamily(f"{self._prefix}:{name}", text, value=value)

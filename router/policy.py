@@ -55,8 +55,6 @@ UNFITTED = Coefficients(a=1 / 30, b=1.4e-6, t0=5.0, k1=3.5e-5, k2=0.02)
 class PolicyOptions:
     max_price: float = 8.0
     tie_ms: float = 5.0
-    host_page_ms: float = 0.05
-    """Time to bring one page from the host tier to the device."""
     slack_ratio: float = 3.0
     slack_ms: float = 5000.0
     """Safety net: a replica whose queue exceeds slack_ratio times the mean + slack_ms is left out."""

@@ -24,6 +24,8 @@ ENGINE_GAUGES: Mapping[str, tuple[str, str]] = {
     "queued_uncached_tokens": ("load.queued_uncached_tokens", "Tokens still to be prefilled."),
     "kv_cache_free_pages": ("pages.free", "Pages that hold nothing."),
     "kv_cache_evictable_pages": ("pages.cached", "Cached pages that no request uses."),
+    "host_cache_pages": ("pages.host.used", "Pages kept in host memory."),
+    "host_cache_capacity_pages": ("pages.host.all", "Pages that host memory has room for."),
     "engine_step_p50_ms": ("steps.p50_ms", "Median of recent step times, milliseconds."),
     "engine_step_p99_ms": ("steps.p99_ms", "99th percentile of recent step times, milliseconds."),
 }
@@ -35,6 +37,9 @@ ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "engine_failed_steps": ("counters.failed_steps", "Steps that raised."),
     "engine_prefix_cache_queries": ("counters.prefix_queries", "Prompt tokens looked up in the page cache."),
     "engine_prefix_cache_hits": ("counters.prefix_hits", "Prompt tokens found in the page cache."),
+    "host_cache_saved_pages": ("pages.host.saved", "Pages that went from the device to host memory."),
+    "host_cache_restored_pages": ("pages.host.restored", "Pages that came back instead of being recomputed."),
+    "host_cache_evicted_pages": ("pages.host.evicted", "Pages that left host memory for want of room."),
     "spec_decode_num_drafts": ("counters.verifications", "Rows that verified drafts."),
     "spec_decode_num_draft_tokens": ("counters.drafted_tokens", "Drafted tokens verified."),
     "spec_decode_num_accepted_tokens": ("counters.accepted_tokens", "Drafted tokens that became output."),

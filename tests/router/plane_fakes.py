@@ -117,7 +117,7 @@ class FakeEngine:
     def snapshot(self):
         with self._lock:
             self._server.on_events(self.log.emit(self._load()))
-            return self.log.snapshot(list(self._resident), self._load())
+            return self.log.snapshot([list(self._resident), []], self._load())
 
     def drain(self) -> None:
         self._draining = True
