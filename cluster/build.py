@@ -6,6 +6,7 @@ import inspect
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,10 +186,29 @@ def open_runner(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedC
     device = DeviceFacts(
         "cuda" if cuda else "cpu",
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else 0,
+        memory_bytes=torch.cuda.mem_get_info()[0] if cuda else 0,
     )
-    resolved = resolve(config, read_config(checkpoint.path).facts(itemsize), device)
+    facts = read_config(checkpoint.path).facts(itemsize)
+    if config.speculative_model is not None:
+        drafting = locate_draft(config.speculative_model, checkpoint)
+        config = config.model_copy(update={"speculative_model": str(drafting)})
+        facts = replace(facts, draft=read_config(drafting).facts(itemsize))
+    resolved = resolve(config, facts, device)
     return resolved, ModelRunner.open(checkpoint.path, resolved)
+
+
+def locate_draft(name: str, served: Checkpoint) -> Path:
+    """The checkpoint of ``speculative_model``. Raises UnknownModel, or ValueError for one of another tokenizer: its
+    ids would mean something else."""
+    draft = locate(name, weights=True)
+    theirs, ours = (load_card(c, (c.name,)).tokenizer.token_bytes for c in (draft, served))
+    common = min(len(theirs), len(ours))  # some pad their vocabulary
+    if theirs[:common] != ours[:common]:
+        at = next(i for i in range(common) if theirs[i] != ours[i])
+        raise ValueError(
+            f"speculative_model: {name!r} has another tokenizer: id {at} is {theirs[at]!r}, not {ours[at]!r}"
+        )
+    return draft.path
 
 
 def open_router(

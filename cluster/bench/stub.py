@@ -38,7 +38,10 @@ class ReadableStub(StubRunner):
 
 
 def open_stub(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedConfig, ReadableStub]:
-    """A runner paced at ``checkpoint.step_ms`` per step, with the default model's vocabulary."""
+    """A runner paced at ``checkpoint.step_ms`` per step, with the default model's vocabulary. Raises ValueError for
+    options that need a model."""
+    if config.speculative == "draft":
+        raise ValueError("speculative: draft needs a model; the stub has none")
     card = load_card(checkpoint, ("stub",))
     facts = ModelFacts(card.max_model_len, num_layers=1, num_kv_heads=1, head_dim=1)
     resolved = resolve(config.model_copy(update={"max_num_pages": NUM_PAGES}), facts, DeviceFacts())

@@ -87,3 +87,23 @@ def test_baselines_follow_through() -> None:
     assert uncut.chunk_size == 8192 and "chunked_prefill" in uncut.reasons["chunk_size"]
     small_chunk = resolve(EngineConfig(chunk_size=8), SMALL)
     assert small_chunk.max_batch_size == 8
+
+
+@pytest.mark.parametrize(("options", "problem"), [
+    ({"speculative_layers": 2}, "speculative_layers: needs speculative=draft, not 'off'"),
+    ({"speculative": "ngram", "speculative_model": "x"}, "speculative_model: needs speculative=draft"),
+    ({"speculative": "draft"}, "needs either speculative_model or speculative_layers"),
+    ({"speculative": "draft", "speculative_model": "x", "speculative_layers": 2}, "needs either"),
+    ({"speculative": "draft", "speculative_layers": 30}, "fewer than the model's 30"),
+    ({"speculative": "ngram", "speculative_ngram_min": 5, "speculative_ngram_max": 4}, "5 exceeds"),
+])  # fmt: skip
+def test_speculation_that_can_not_be(options: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        resolve(EngineConfig(**options), SMALL)
+
+
+def test_off_is_a_word_for_yaml_too() -> None:
+    assert resolve(EngineConfig(speculative=False), SMALL).speculative == "off"
+    for tokens in (0, 16):
+        with pytest.raises(ValidationError, match="speculative_tokens"):
+            EngineConfig(speculative_tokens=tokens)
