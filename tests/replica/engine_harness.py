@@ -24,6 +24,11 @@ def make_config(**options: Any) -> ResolvedConfig:
     return resolve(EngineConfig(**options), FACTS)
 
 
+def host_gb(pages: int, page_size: int = 16) -> float:
+    """host_cache_gb that holds so many pages of FACTS in float32."""
+    return pages * FACTS.kv_bytes_per_token("float32") * page_size / 2**30
+
+
 @dataclass
 class Mirror:
     """What a router would believe after the batches seen so far."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 
 from drafters import StubOracle
-from engine_harness import VOCAB, Harness
+from engine_harness import VOCAB, Harness, host_gb
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replica.stub import expected_ids
+from router.pages import unpack_keys
 from router.wire import Finish
 
 _expected: dict[tuple, list[int]] = {}
@@ -46,8 +47,11 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.sampled_from(["low", "high"]),
         scheduler=st.sampled_from(["continuous", "continuous", "static"]),
         wrong_every=st.sampled_from([None, None, 1, 3, 1000]),
+        host=st.sampled_from([0, 3, 30]),
     )
-    def start(self, async_scheduling, prefix_caching, chunk, pages, capacity, priority, scheduler, wrong_every) -> None:
+    def start(
+        self, async_scheduling, prefix_caching, chunk, pages, capacity, priority, scheduler, wrong_every, host
+    ) -> None:
         self.fail_step = False
         self.fail_row: int | None = None
         self.harness = Harness(
@@ -63,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=170,
             watermark=0.0,
             speculative="off" if wrong_every is None else "ngram",
+            host_cache_gb=host_gb(host) if prefix_caching else 0,
         )
         if wrong_every is not None:
             self.harness.engine.speculation.drafter = StubOracle(0, VOCAB, wrong_every)
@@ -120,8 +125,10 @@ class EngineMachine(RuleBasedStateMachine):
         """A snapshot and a replay say the same as the stream so far."""
         chunks = self.harness.engine.snapshot()
         assert chunks[-1].seq == self.harness.mirror.batches[-1].seq
-        keys = b"".join(chunk.keys for chunk in chunks)
-        assert {int.from_bytes(keys[i : i + 8], "little") for i in range(0, len(keys), 8)} == self.harness.mirror.keys
+        listed: list[set[int]] = [set(), set()]
+        for chunk in chunks:
+            listed[chunk.tier].update(unpack_keys(chunk.keys))
+        assert listed == [self.harness.mirror.keys, self.harness.mirror.host]
         assert dict(chunks[-1].reservations) == self.harness.mirror.reservations
         assert self.harness.engine.replay(chunks[-1].seq + 1) == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_harness import VOCAB, Harness
+from engine_harness import VOCAB, Harness, host_gb
 
 from replica.config import DeviceFacts, EngineConfig, ModelFacts, resolve
 from router.framing import FrameBuffer
@@ -26,8 +26,7 @@ class Followed:
     """An engine and a router's stream of it."""
 
     def __init__(self, name: str, placement: Placement) -> None:
-        pages = 100 * 2 * 2 * 2 * 16 * 4 * 16 / 2**30
-        self.harness = Harness(host_cache_gb=pages, max_num_pages=20, max_model_len=300)
+        self.harness = Harness(host_cache_gb=host_gb(100), max_num_pages=20, max_model_len=300)
         self.state = placement.add(name)
         self.state.accepting = True
         self.stream = StreamState(name, placement.directory, self.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_harness import VOCAB, Harness
+from engine_harness import VOCAB, Harness, host_gb
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -235,10 +235,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def reference(prompt: list[int], count: int) -> list[int]:
     return expected_ids(prompt, count, seed=7, vocab_size=VOCAB)
-
-
-def host_gb(pages: int, page_size: int = 16) -> float:
-    return pages * 2 * 2 * 2 * 16 * 4 * page_size / 2**30
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
