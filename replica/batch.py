@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from router.wire import Logprob, Sampling
+from router.wire import Finish, Logprob, Sampling
 
 FROM_DEVICE = -1
 """In ``Row.token_ids``: the id sampled last for this slot, still on the device."""
@@ -28,6 +28,18 @@ NULL_PAGE = 0
 MaskCall = Callable[[int | None], np.ndarray]
 """Makes a row's mask (see Row.mask) just before sampling. It gets the id sampled last for the slot when ``token_ids``
 ends with FROM_DEVICE, else None. What it raises is that row's fault."""
+
+
+class RequestFault(Exception):
+    """Raised where a request itself is to blame that it can't go on, and not the engine."""
+
+
+class OwnFault(str):
+    """A row's fault of that kind."""
+
+
+def finish_of(fault: str) -> Finish:
+    return Finish.REFUSED if isinstance(fault, OwnFault) else Finish.ERROR
 
 
 @dataclass(slots=True)
@@ -77,7 +89,7 @@ class Row:
         try:
             self.mask = call(newest(self.slot) if self.token_ids[-1] == FROM_DEVICE else None)
         except Exception as error:
-            return f"grammar: {error}"
+            return (OwnFault if isinstance(error, RequestFault) else str)(f"grammar: {error}")
         return None
 
 
@@ -109,7 +121,7 @@ class StepResult:
     logprobs: list[list[Logprob] | None] = field(default_factory=list)
     prompt_logprobs: list[list[Logprob | None] | None] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
-    """Row index -> why this row alone failed (non-finite logits, ...)."""
+    """Row index -> why this row alone failed (non-finite logits, ...); an :class:`OwnFault` blames the request."""
     device_ms: float = 0.0
 
 

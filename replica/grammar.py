@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from replica.batch import RequestFault
 from router.wire import GRAMMAR_LIMITS
 
 _MASK_S = 0.005
@@ -23,6 +24,10 @@ _GRACE_S = 0.25
 
 class GrammarFault(Exception):
     """This request's grammar is bad, over its limits, or was given an id that it does not allow."""
+
+
+class UnservableGrammar(GrammarFault, RequestFault):
+    """It costs the other requests too much, or leaves nothing of this model's vocabulary."""
 
 
 class Grammars:
@@ -187,14 +192,14 @@ class GrammarMask:
         self._spent_s += time.thread_time() - started
         self._num_made += 1
         if self._spent_s > _GRACE_S + self._num_made * _MASK_S:
-            raise GrammarFault(
+            raise UnservableGrammar(
                 f"its masks take {self._spent_s / self._num_made * 1e3:.0f} ms each and hold up every other request; "
                 "write what repeats as one regular expression, and leave less to ambiguity"
             )
         # After an error the library hands out a mask that ends the text: it would pass for a finished answer.
         self._check()
         if not row.any():
-            raise GrammarFault(f"no id is allowed after {self.num_accepted}")
+            raise UnservableGrammar(f"no id is allowed after {self.num_accepted}")
 
     def _check(self) -> None:
         if self._matcher.is_error():

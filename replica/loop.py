@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replica.batch import Row, Runner, Step, StepResult
+from replica.batch import Row, Runner, Step, StepResult, finish_of
 from replica.config import ResolvedConfig
 from replica.events import EventLog
 from replica.host_tier import HostTier
@@ -270,7 +270,7 @@ class Engine:
                 self.counters["wasted_tokens"] += row.num_samples
             elif index in faults:
                 self.scheduler.retract(request)
-                self._end(request, Finish.ERROR, faults[index])
+                self._end(request, finish_of(faults[index]), faults[index])
             else:
                 self._advance(request, row, index, result)
         self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])

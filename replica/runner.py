@@ -20,7 +20,7 @@ import torch
 from kernels.dispatch import SWITCHES, Dispatch, Site
 from kernels.quantized_kv import stored_dtype
 from replica import weights as checkpoints
-from replica.batch import Batch, Move, Row, StepResult
+from replica.batch import Batch, Move, OwnFault, Row, StepResult
 from replica.config import ResolvedConfig
 from replica.draft import DraftModel, load_draft
 from replica.host_pages import HostPages
@@ -374,7 +374,8 @@ class ModelRunner:
             if not all(sound[i] for i in kept):
                 result.faults[index] = "the model gave non-finite logits"
             elif not all(allowed[i] for i in kept):
-                result.faults[index] = "no token is allowed here by the request's grammar, bad words and allowed ids"
+                what = "the request's format, allowed_token_ids, bad_words and min_tokens"
+                result.faults[index] = OwnFault(f"{what} together leave no token to go on with")
             else:
                 result.ids[index] = ids[kept.start : kept.stop]
                 if logprobs and row.sampling.logprobs is not None:

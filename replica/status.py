@@ -118,5 +118,6 @@ COUNTERS = (
     "finished_abort",
     "finished_deadline",
     "finished_error",
+    "finished_refused",
 )
 """Always present: tokens prefilled, sampled, sampled past an end; failed steps; requests by why they ended."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from router.backend import BackendError, DeadlineExceeded, EngineFault, Job
+from router.backend import BackendError, DeadlineExceeded, EngineFault, Job, Refused
 from router.pages import HASH_BYTES, RootFields, chain, key64, pack_tokens
 from router.wire import Finish, Submit, TokenDelta
 
@@ -206,6 +206,7 @@ def _merge(held: TokenDelta, delta: TokenDelta) -> None:
 
 FAULTS: dict[str, Callable[[str], BackendError]] = {
     Finish.ERROR: lambda text: EngineFault(text or "the engine gave this request up"),
+    Finish.REFUSED: lambda text: Refused(text or "the request can't be served as it is"),
     Finish.DEADLINE: lambda text: DeadlineExceeded(text or "the request's deadline has passed"),
 }
 """Finish reasons that end a stream with an error."""

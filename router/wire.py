@@ -56,13 +56,15 @@ __all__ = [
 
 
 class Finish(StrEnum):
-    """Why a request ended. STOP: an eos or stop id; LENGTH: max_tokens or the context is full."""
+    """Why a request ended. STOP: an eos or stop id; LENGTH: max_tokens or the context is full; REFUSED: what it asks
+    for together leaves no token to go on with; ERROR: the engine's own fault."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     DEADLINE = "deadline"
     ERROR = "error"
+    REFUSED = "refused"
 
 
 class Code(StrEnum):

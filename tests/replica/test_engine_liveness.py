@@ -13,6 +13,7 @@ import pytest
 from engine_harness import VOCAB, Harness
 
 from replica import status
+from replica.batch import OwnFault
 from replica.stub import expected_ids
 from router.wire import Code, Finish, Refusal
 
@@ -76,12 +77,13 @@ def test_a_failed_step_fails_only_its_requests(where: str, async_scheduling: boo
         )
 
 
-def test_a_faulty_row_ends_one_request_and_its_pages_serve_nobody() -> None:
+@pytest.mark.parametrize(("kind", "finish"), [(str, Finish.ERROR), (OwnFault, Finish.REFUSED)])
+def test_a_faulty_row_ends_one_request_and_its_pages_serve_nobody(kind: type[str], finish: Finish) -> None:
     victim_prompt = prompt_of(200)
 
     def before_step(batch):
         return {
-            i: "non-finite logits"
+            i: kind("non-finite logits")
             for i, row in enumerate(batch.rows)
             if row.num_prompt == 200 and row.num_samples and row.start + len(row.token_ids) >= 210
         }
@@ -96,7 +98,7 @@ def test_a_faulty_row_ends_one_request_and_its_pages_serve_nobody() -> None:
     harness.step(2)
     assert seen >= 200 // 16
     output = harness.outputs[victim]
-    assert (output.finish, output.error) == (Finish.ERROR, "non-finite logits")
+    assert (output.finish, output.error) == (finish, "non-finite logits")
     assert output.ids == reference(victim_prompt, len(output.ids)) and len(output.ids) >= 9
     hashes = harness.frame(victim_prompt).hashes
     assert not {int.from_bytes(hashes[i : i + 8], "little") for i in range(0, len(hashes), 16)} & harness.mirror.keys

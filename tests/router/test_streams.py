@@ -118,7 +118,8 @@ async def test_abort_by_the_replica_goes_on_elsewhere_with_the_same_prompt_bound
 
 async def test_faults_and_deadlines_raise_after_the_tokens_that_came() -> None:
     async with cluster("r1") as (router, engines):
-        for finish, error in ((Finish.ERROR, EngineFault), (Finish.DEADLINE, DeadlineExceeded)):
+        ends = ((Finish.ERROR, EngineFault), (Finish.DEADLINE, DeadlineExceeded), (Finish.REFUSED, Refused))
+        for finish, error in ends:
             ticket = await router.admit(job("f", PROMPT))
             engines["r1"].say([7], str(finish), error="non-finite logits")
             got = []
