@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster import autoscale
 from cluster.checkpoint import Checkpoint, load_card, locate, model_fingerprint, tokenizer_fingerprint
 from cluster.config import AppConfig, port_range
 from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
@@ -51,7 +52,7 @@ def build_app(config: AppConfig) -> Application:
     }
     replica = serve.deployment(
         name="Replica",
-        num_replicas=config.replicas,
+        **_how_many(config),
         health_check_period_s=config.health_period_s,
         ray_actor_options=_replica_resources(config, engine),
         request_router_config={
@@ -70,6 +71,7 @@ def build_app(config: AppConfig) -> Application:
     served = partial(open_router, config.model, config.served_model_name, config.api(), config.dispatch(), bound_secret)
     engines = replica.bind(
         partial(open_replica, config.model, engine, bound_secret),
+        partial(autoscale.load, target=config.target_usage),
         config.token_plane_host,
         port_range(config.token_plane_ports),
         config.drain_timeout_s,
@@ -77,10 +79,24 @@ def build_app(config: AppConfig) -> Application:
     return router.bind(engines, served, config.drain_timeout_s)
 
 
+def _how_many(config: AppConfig) -> dict[str, Any]:
+    if config.max_replicas is None:
+        return {"num_replicas": config.replicas}
+    scaling = {
+        "min_replicas": config.min_replicas or config.replicas,
+        "initial_replicas": config.replicas,
+        "max_replicas": config.max_replicas,
+        "upscale_delay_s": config.upscale_delay_s,
+        "downscale_delay_s": config.downscale_delay_s,
+        "policy": {"policy_function": "cluster.autoscale:decide"},
+    }
+    return {"autoscaling_config": scaling}
+
+
 def _engine_options(config: AppConfig) -> EngineConfig:
     """Replicas that share a CPU's cores get one thread each: more would spin against each other."""
     engine = config.engine()
-    if engine.threads == "auto" and config.replicas > 1 and not uses_gpu(config):
+    if engine.threads == "auto" and (config.max_replicas or config.replicas) > 1 and not uses_gpu(config):
         engine = engine.model_copy(update={"threads": 1})
     return engine
 

@@ -25,7 +25,18 @@ class AppConfig(EngineConfig, ApiOptions):
     served_model_name: str | None = None
     """Name in ``/v1/models`` and in requests; none: the last part of ``model``."""
     replicas: int = Field(2, ge=1, le=1024)
-    """Engine replicas."""
+    """Engine replicas; with ``max_replicas``, how many there are at first."""
+    min_replicas: int | None = Field(None, ge=1, le=1024)
+    """Fewest replicas that autoscaling leaves; none: ``replicas``."""
+    max_replicas: int | None = Field(None, ge=1, le=1024)
+    """Most replicas that autoscaling starts; none: no autoscaling."""
+    target_usage: float = Field(0.7, gt=0, le=1)
+    """Autoscaling keeps replicas this busy on average: pages held, rows of the batch taken, or seconds of prefill
+    waiting, whichever is most."""
+    upscale_delay_s: float = Field(30.0, ge=0)
+    """Load must ask for more replicas for so long, seconds."""
+    downscale_delay_s: float = Field(600.0, ge=0)
+    """Load must ask for fewer replicas for so long, seconds."""
     routers: int = Field(1, ge=1, le=256)
     """Router copies; each holds the whole prefix directory."""
     replica_cpus: float | Literal["auto"] = "auto"
@@ -93,6 +104,20 @@ class AppConfig(EngineConfig, ApiOptions):
         if not 0 <= first <= last < 1 << 16:
             raise ValueError(f"{value!r} is no port range; first-last within 0-65535 is needed")
         return value
+
+    @model_validator(mode="after")
+    def _replicas_within_bounds(self) -> AppConfig:
+        if self.max_replicas is None:
+            for name in ("min_replicas", "target_usage", "upscale_delay_s", "downscale_delay_s"):
+                if name in self.model_fields_set and getattr(self, name) is not None:
+                    raise ValueError(f"{name} has no effect without max_replicas, which turns autoscaling on")
+        elif not (self.min_replicas or self.replicas) <= self.replicas <= self.max_replicas:
+            lowest = self.min_replicas or self.replicas
+            raise ValueError(
+                f"replicas = {self.replicas} must lie between min_replicas = {lowest} and "
+                f"max_replicas = {self.max_replicas}"
+            )
+        return self
 
     def engine(self) -> EngineConfig:
         """The engine's share."""

@@ -27,17 +27,20 @@ class ReplicaActor:
     """One engine replica.
 
     ``make`` gets the replica's name, runs in a thread (it may load weights for minutes) and returns engine and token
-    server, neither started. ``ports``: first and last port to try.
+    server, neither started. ``load``: the number for autoscaling out of ``Engine.info()``. ``ports``: first and last
+    port to try.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         make: Callable[[str], tuple[Engine, TokenServer]],
+        load: Callable[[dict[str, Any]], float],
         host: str,
         ports: tuple[int, int],
         drain_timeout_s: float,
     ) -> None:
         self._drain_timeout_s = drain_timeout_s
+        self._load = load
         self._name = serve.get_replica_context().replica_id.unique_id
         self._engine, self._server = await asyncio.to_thread(make, self._name)
         gc.freeze()  # full collections over the libraries' objects would show as long steps
@@ -59,6 +62,10 @@ class ReplicaActor:
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Called by Serve once, when the replica is up; routers read it from their membership feed."""
         return {METADATA_KEY: list(self._address)}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every few seconds while autoscaling is on."""
+        return {"load": self._load(await asyncio.to_thread(self._engine.info))}
 
     async def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError when the engine loop does not advance."""

@@ -41,6 +41,7 @@ WRONG = [
     ("workerGroups.cpu.resources.limits.memory=4 GB", "workerGroups.cpu.resources.limits.memory"),
     ("workerGroups.GPU_pods.gpus=1", "GPU_pods"),
     ("workerGroups.cpu.gpus=1,app.device=cuda,app.replicas=5", "app.replicas"),
+    ("workerGroups.cpu.gpus=1,app.device=cuda,app.replicas=2,app.max_replicas=5", "app.max_replicas"),
     ("upgrade.type=Rolling", "upgrade.type"),
     ("upgrade.type=NewClusterWithIncrementalUpgrade", "upgrade.type"),
     (

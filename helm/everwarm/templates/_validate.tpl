@@ -49,8 +49,11 @@
 {{- if eq $device "cuda" -}}
 {{- $each := .Values.app.replica_gpus | default 1 -}}
 {{- if eq (toString $each) "auto" -}}{{- $each = 1 -}}{{- end -}}
-{{- if gt (mulf (.Values.app.replicas | default 2) $each) (float64 $gpus) -}}
-{{- fail (printf "app.replicas: %v replicas of %v GPU each need more than the %d GPUs that the worker groups reach at maxReplicas" .Values.app.replicas $each (int $gpus)) -}}
+{{- range $name := list "replicas" "max_replicas" -}}
+{{- $n := index $.Values.app $name | default (eq $name "replicas" | ternary 2 0) -}}
+{{- if gt (mulf $n $each) (float64 $gpus) -}}
+{{- fail (printf "app.%s: %v replicas of %v GPU each need more than the %d GPUs that the worker groups reach at maxReplicas" $name $n $each (int $gpus)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
