@@ -135,6 +135,21 @@ class Step(Protocol):
         ...
 
 
+class Sums(Protocol):
+    """Checksums under way."""
+
+    cost_s: float
+    """Time that they took the device, seconds; once they are there."""
+
+    def wait(self, timeout: float) -> bool:
+        """True once they are there; gives up after ``timeout`` seconds."""
+        ...
+
+    def result(self) -> list[int]:
+        """One per page; waits."""
+        ...
+
+
 class Runner(Protocol):
     """Owns weights, KV memory and the sampler of one device (or one tensor-parallel group)."""
 
@@ -148,6 +163,10 @@ class Runner(Protocol):
     def move(self, moves: list[Move]) -> None:
         """Copies pages, after the steps already launched and before those launched later; must not wait for them. A
         runner that fails to is of no further use: it raises, here or at every later launch."""
+        ...
+
+    def checksums(self, pages: list[int]) -> Sums:
+        """Of the content of pages as the steps launched so far leave it; must not wait for them."""
         ...
 
     def release(self, slot: int) -> None:

@@ -7,6 +7,9 @@ GPU    codes [2 layers, pages, page_size, kv_heads, dim]    k and v contiguous e
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 
 from kernels.interface import LayerKV
@@ -91,11 +94,13 @@ class PagedKV:
                     raw(layer)[pages] = raw(clean.to(data.dtype))
 
     def checksums(self, pages: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: the sum of each page's bytes, as 16-bit words, times odd numbers that depend on the place. Any one
-        word that changes changes it."""
+        """int64 [n]: the sum of each page's words (4 bytes, where they fit) times odd numbers that depend on the place.
+        Any one word that changes changes it."""
         total = torch.zeros(len(pages), dtype=torch.int64, device=self.device)
         for part in self._parts:
-            words = part.flatten(3).view(torch.int16).flatten(2)
+            rows = part.flatten(3)
+            fits = rows.shape[3] * rows.element_size() % 4 == 0
+            words = rows.view(torch.int32 if fits else torch.uint8).flatten(2)
             weights = torch.arange(words.shape[2], device=self.device).mul_(2).add_(1).mul_(_MIX)
             for index, layer in enumerate(words):
                 total += (layer[pages].long() * weights).sum(1) * (2 * index + 1)
@@ -108,3 +113,49 @@ class PagedKV:
     def check_invariants(self) -> None:
         """The null page is never written. Call with no step in flight."""
         assert all(not part[:, 0].count_nonzero() for part in self._parts), "the null page was written"
+
+
+class PendingSums:
+    """Checksums of pages, made by the thread or stream that runs the steps. Implements replica.batch.Sums."""
+
+    def __init__(self) -> None:
+        self.cost_s = 1e-3
+        self._done = threading.Event()
+        self._event: torch.cuda.Event | None = None
+        self._values: torch.Tensor | None = None
+        self._error: BaseException | None = None
+
+    def enqueue(self, kv: PagedKV, pages: list[int]) -> None:
+        """Between two steps."""
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                sums = kv.checksums(torch.tensor(pages, dtype=torch.int64).to(kv.device))
+                self._values = sums.to("cpu", non_blocking=True)
+                if kv.device.type == "cuda":
+                    self._event = torch.cuda.Event()
+                    self._event.record()
+        except Exception as error:
+            self._error = error
+        self.cost_s = max(self.cost_s, time.perf_counter() - began)
+        self._done.set()
+
+    def wait(self, timeout: float) -> bool:
+        until = time.monotonic() + timeout
+        if not self._done.wait(timeout):
+            return False
+        while self._event is not None and not self._event.query():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    def result(self) -> list[int]:
+        """Raises what the computation raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            self._event.synchronize()
+        assert self._values is not None
+        return self._values.tolist()

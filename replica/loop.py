@@ -35,6 +35,7 @@ from replica.scheduler import Plan, Scheduler
 from replica.speculation import Speculation
 from replica.status import Health, describe, load_of, probe
 from replica.step_time import StepTimeModel
+from replica.watch import Watch
 from router.pages import RootFields, key64
 from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, TokenDelta
 
@@ -79,7 +80,8 @@ class Engine:
         self.step_time = StepTimeModel()
         cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
         self.host = HostTier(config.num_host_pages, self.events) if config.num_host_pages else None
-        self.pool = PagePool(runner.num_pages, self.events, max_cached=cached, host=self.host)
+        self.watch = Watch(self.config, self.events, runner, audit=self._audit, end=self._end)
+        self.pool = PagePool(runner.num_pages, self.watch.sink, max_cached=cached, host=self.host)
         self.speculation = Speculation.of(self.config, self.step_time)
         self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.counters: Counter[str] = Counter()
@@ -208,6 +210,7 @@ class Engine:
         now = time.monotonic()
         self._inbox.run()
         self._expire(now)
+        self.watch.turn(now, self.scheduler, idle=not self._live and not self._flights)
         depth = 1 if self.speculation is not None and self.speculation.waits else self._depth
         launched = len(self._flights) < depth and self._launch(now)
         if launched and len(self._flights) < depth:

@@ -175,6 +175,10 @@ class PagePool:
         """Directory keys of all indexed pages, parents before children."""
         return list(self._index)
 
+    def page_of(self, key: int) -> int | None:
+        """The page that is indexed under this directory key."""
+        return self._index.get(key)
+
     def residency(self) -> list[list[int]]:
         """The keys per tier."""
         return [self.keys(), self.host.keys() if self.host else []]

@@ -25,7 +25,7 @@ from replica.config import ResolvedConfig
 from replica.draft import DraftModel, load_draft
 from replica.host_pages import HostPages
 from replica.inputs import InputBuilder
-from replica.kv import PagedKV
+from replica.kv import PagedKV, PendingSums
 from replica.model import Decoder, ModelConfig, Weights
 from replica.prompt_logprobs import PromptLogprobs, PromptScores
 from replica.sampler import Sampled, SamplePlan, Sampler
@@ -215,6 +215,14 @@ class ModelRunner:
         except Exception as error:
             log.exception("copying pages between device and host failed")
             self._broken = error
+
+    def checksums(self, pages: list[int]) -> PendingSums:
+        sums = PendingSums()
+        if self._worker is None:
+            sums.enqueue(self.kv, pages)
+        else:
+            self._queue.put(lambda: sums.enqueue(self.kv, pages))
+        return sums
 
     def _check_sound(self) -> None:
         if self._broken is not None:

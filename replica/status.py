@@ -103,6 +103,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             **(engine.speculation.counters() if engine.speculation else {}),
         },
         "speculation": engine.speculation.describe() if engine.speculation else None,
+        "watch": engine.watch.describe(),
         "draining": engine.draining,
         "runner": engine.runner.describe(),
     }

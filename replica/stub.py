@@ -76,6 +76,24 @@ class _StubStep:
         return self.outcome
 
 
+class _StubSums:
+    """Checksums that are made when they are asked for, in their turn."""
+
+    cost_s = 0.0
+
+    def __init__(self, runner: StubRunner, pages: list[int]) -> None:
+        self._runner, self.pages = runner, pages
+        self.outcome: list[int] | None = None
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    def result(self) -> list[int]:
+        self._runner.execute_through(self)
+        assert self.outcome is not None
+        return self.outcome
+
+
 class StubRunner:
     """Implements replica.batch.Runner.
 
@@ -107,7 +125,7 @@ class StubRunner:
         self._occupied = [False] * max_batch_size
         self._host: dict[int, np.ndarray] = {}
         """Content of host slots."""
-        self._queue: list[_StubStep | list[Move]] = []
+        self._queue: list[_StubStep | _StubSums | list[Move]] = []
         self._device_free = 0.0
         self._lock = threading.Lock()
 
@@ -132,13 +150,25 @@ class StubRunner:
         else:
             pages[move.pages] = [self._host[slot] for slot in move.slots]
 
-    def execute_through(self, last: _StubStep) -> None:
+    def checksums(self, pages: list[int]) -> _StubSums:
+        sums = _StubSums(self, pages)
+        self._queue.append(sums)
+        return sums
+
+    def _sum(self, pages: list[int]) -> list[int]:
+        content = self._kv.reshape(self.num_pages, -1)[pages] if self.content else np.zeros((len(pages), 1), np.uint64)
+        return [_history_hash(page) for page in content]
+
+    def execute_through(self, last: _StubStep | _StubSums) -> None:
         with self._lock:
             while last.outcome is None:
                 step = self._queue.pop(0)
                 if isinstance(step, list):
                     for move in step:
                         self._move(move)
+                    continue
+                if isinstance(step, _StubSums):
+                    step.outcome = self._sum(step.pages)
                     continue
                 try:
                     step.outcome = self._execute(step.batch)
