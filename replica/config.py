@@ -74,10 +74,6 @@ class EngineConfig(BaseModel):
     chunk_size: Count = "auto"
     """Token budget of a step, at least max_batch_size; auto: 512-2048 on a GPU, 512 on a CPU, where 256
     would cost 8-13 % of the prefill rate (weights are read twice, products of 256 rows are slower)."""
-    chunk_floor: Count = "auto"
-    """Token budget of a step that decodes while few prompt tokens wait. Decoding leaves a GPU's arithmetic units idle, so
-    that many ride along for little; more take the time they would take alone. auto: 256 on a GPU (512 for small models,
-    whose steps are bound by launches), chunk_size on a CPU."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
     ageing_s: float = Field(5.0, gt=0)
@@ -187,7 +183,6 @@ class ResolvedConfig:
     prefill_priority: Literal["low", "high"]
     chunked_prefill: bool
     chunk_size: int
-    chunk_floor: int
     long_prefill_tokens: int
     ageing_s: float
     max_waiting: int
@@ -331,10 +326,6 @@ def _resolve_budget(
             f"chunk_size: {out['chunk_size']} is below max_batch_size {out['max_batch_size']}; "
             "every running request needs one token a step"
         )
-    floor = out["chunk_size"] if not cuda or not config.chunked_prefill else 512 if model.weight_bytes < 6e9 else 256
-    pick("chunk_floor", min(floor, out["chunk_size"]), "by device and model size, at most chunk_size")
-    if out["chunk_floor"] > out["chunk_size"]:
-        raise ValueError(f"chunk_floor: {out['chunk_floor']} exceeds chunk_size {out['chunk_size']}")
     half = max(1, out["chunk_size"] // 2)
     pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], "half the chunk")
 

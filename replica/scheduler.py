@@ -26,7 +26,6 @@ from operator import attrgetter
 import numpy as np
 
 from replica.batch import FROM_DEVICE, NULL_PAGE, Batch, Row
-from replica.budget import step_budget
 from replica.config import ResolvedConfig
 from replica.page_pool import PagePool
 from replica.request import Request
@@ -140,14 +139,12 @@ class Scheduler:
 
     def schedule(self, step: int, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
+        turn = Turn(self.config.chunk_size, self.config.long_prefill_tokens)
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for request in self.running:
             progressed = request.num_tokens + request.num_pending > request.admitted_total
             (decoding if progressed else prefilling).append(request)
-        prompts = sum(r.admitted_total - r.num_hits * self.config.page_size for r in prefilling)
-        budget = step_budget(self.config, len(decoding), prompts + self.queued_tokens)
-        turn = Turn(budget, self.config.long_prefill_tokens)
         if self.config.prefill_priority == "high":
             for request in prefilling:
                 self._grant_prefill(request, turn)

@@ -20,7 +20,6 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
         config = resolve(EngineConfig(), SMALL, DeviceFacts(cores=4, alone=False))
     assert (config.dtype, config.device, config.threads) == ("float32", "cpu", 1)
     assert (config.max_batch_size, config.chunk_size, config.long_prefill_tokens) == (16, 512, 256)
-    assert config.chunk_floor == 512
     assert config.num_pages == int(2**30 / (2 * 30 * 3 * 64 * 4 * 16)) and config.max_model_len == 8192
     for name, reason in config.reasons.items():
         assert f"{name} = {reason}" in caplog.text
@@ -28,7 +27,7 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
-    assert (config.dtype, config.max_batch_size, config.chunk_size, config.chunk_floor) == ("bfloat16", 256, 1024, 256)
+    assert (config.dtype, config.max_batch_size, config.chunk_size) == ("bfloat16", 256, 1024)
     page = 2 * 36 * 8 * 128 * 2 * 16
     assert config.num_pages == int((140 * 2**30 * 0.9 - LARGE.weight_bytes - 2**30) / page)
     measured = resolve(EngineConfig(), LARGE, dataclasses.replace(H200, kv_bytes=page * 1000))
@@ -60,7 +59,6 @@ def test_words_from_a_command_line() -> None:
     ({"max_num_pages": 11, "max_model_len": 200}, ("max_model_len", "200", "160", "10 pages")),
     ({"max_num_pages": 1}, ("max_num_pages", "1", "2")),
     ({"chunk_size": 8, "max_batch_size": 16}, ("chunk_size", "8", "16")),
-    ({"chunk_size": 64, "chunk_floor": 65}, ("chunk_floor", "65", "64")),
     ({"kv_cache_paging": False, "prefix_caching": True}, ("prefix_caching", "kv_cache_paging")),
     ({"device": "cuda"}, ("device", "cuda", "cpu")),
 ])  # fmt: skip

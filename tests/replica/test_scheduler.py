@@ -124,22 +124,6 @@ def test_token_budget_is_never_exceeded() -> None:
     assert max(batch.num_tokens for batch in harness.batches) == 40
 
 
-def test_prompts_are_spread_beside_decoding_and_a_backlog_is_worked_off() -> None:
-    def steps(lengths: list[int]) -> list[int]:
-        harness = Harness(chunk_size=200, chunk_floor=30, max_batch_size=8, async_scheduling=False)
-        decoding = harness.submit(prompt_of(8), max_tokens=200)
-        run_until(harness, first_token(harness, decoding))
-        assert harness.batches[0].num_tokens == 8
-        seen = len(harness.batches)
-        names = [harness.submit(prompt_of(n, seed=i), max_tokens=1) for i, n in enumerate(lengths, 1)]
-        run_until(harness, lambda: all(harness.outputs[name].finish for name in names))
-        return [batch.num_tokens for batch in harness.batches[seen:] if batch.num_tokens > 1]
-
-    assert steps([50]) == [30, 22], "a short prompt takes two cheap steps"
-    assert steps([400]) == [101] * 4, "a long one is cut into four equal chunks, not into ever smaller ones"
-    assert max(steps([390] * 5)) == 200
-
-
 def test_without_chunking_a_prompt_is_never_cut() -> None:
     harness = Harness(chunked_prefill=False, max_model_len=600, max_batch_size=8)
     for i in range(6):
