@@ -99,6 +99,31 @@ def bench_engine(
     raise typer.Exit(0 if bench.holds(figures) else 1)
 
 
+@app.command("speculation", epilog="Example: everwarm bench speculation --rounds 3 --json speculation.json")
+def bench_speculation(
+    model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 2,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens per answer at most.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of runs per task; medians of their ratios.")] = 3,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 60.0,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Draft with so many first layers; none: prompt lookup.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """Speculation on and off at batch 1 on a CPU, on rewriting and where nothing matches. Exit 1: goals missed."""
+    from cluster.bench import speculation as bench
+
+    way: dict[str, Any] = {"speculative": "draft", "options": (("speculative_layers", layers),)} if layers else {}
+    try:
+        figures = bench.run(bench.Workload(model, threads, tokens, rounds, budget, **way), Console(stderr=True))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    bench.show(figures, Console())
+    report(figures, bench.UNITS, json_path)
+    raise typer.Exit(0 if bench.holds(figures) else 1)
+
+
 @app.command("overhead", epilog="Example: everwarm bench overhead --batch 64")
 def bench_overhead(
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Decoding requests per step.")] = 64,
