@@ -248,7 +248,7 @@ def open_router(
         options=dispatch,
     )
     app = create_app(dispatcher, card, api)
-    app.services.metrics.registry.register(PlaneCollector(dispatcher))
+    app.services.metrics.registry.register(PlaneCollector(dispatcher, api.metric_prefix))
     return dispatcher, app
 
 

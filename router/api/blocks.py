@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from router.text.events import CallArguments, CallStart, Content, Event
+from router.text.output import TokenRecord
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -19,6 +20,8 @@ class Block:
     kind: BlockKind
     name: str = ""
     parts: list[str] = field(default_factory=list)
+    tokens: list[TokenRecord] = field(default_factory=list)
+    """Of text, where they were asked for."""
     id: str = ""
     """The route's own."""
 
@@ -34,6 +37,7 @@ class Change:
     what: Literal["open", "delta", "close"]
     block: Block
     text: str = ""
+    tokens: Sequence[TokenRecord] = ()
 
 
 class Blocks:

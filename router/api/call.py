@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ class Call:
     """Set once the response has started."""
     complete: bool = False
     gone: bool = False
-
+    last_sent_s: float = 0.0
+    """When the last event was handed to the server; monotonic."""
     own_request_id: bool = True
     """The client named none in a header."""
     _watcher: asyncio.Task[None] | None = None
@@ -68,9 +70,11 @@ class Call:
         await self.send_body(error.status, body, headers=error.headers)
 
     async def start_events(self) -> None:
+        self.last_sent_s = time.monotonic()
         await self.send({"type": "http.response.start", "status": 200, "headers": self._headers(sse.HEADERS)})
 
     def event(self, data: bytes) -> Awaitable[None]:
+        self.last_sent_s = time.monotonic()
         return self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, data: bytes) -> None:

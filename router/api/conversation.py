@@ -15,7 +15,7 @@ from router.api.sampling import budget, truncated
 from router.api.schemas.chat import ChatRequest
 from router.api.services import Services
 from router.api.structured import compile_grammar
-from router.api.tooling import ToolPlan, bind_tools, plan_tools
+from router.api.tooling import ToolPlan, bind_tools, json_answer, plan_tools
 from router.text.assistant import AssistantParser
 from router.text.chat import ChatTemplate, TemplateRefusal
 from router.text.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -92,16 +92,13 @@ async def prepare(call: Call, request: ChatRequest, *, logprobs: int | None) -> 
     services = call.services
     tools = plan_tools(services, request)
     grammar = await compile_grammar(services, request)
-    if grammar is not None and tools is not None:
-        raise bad_request(
-            "an answer's format and tools can't be given together, except with tool_choice none", param="tools"
-        )
+    answer = json_answer(request, tools) if grammar is not None and tools is not None else None
     text = render(services, request, tools, free=grammar is None)
     prompt = await _tokenized(call, request, text)
     opened = services.reasons and opened_by(text)
     reasons = services.reasons and grammar is None
     if tools is not None:
-        grammar = await bind_tools(services, tools, thinks=opened)
+        grammar = await bind_tools(services, tools, thinks=opened and reasons, answer=answer)
         if grammar is not None and request.min_tokens:
             raise bad_request("min_tokens can't be combined with forced or strict tools", param="min_tokens")
     plan = make_plan(call, request, [prompt], logprobs=logprobs, grammar=grammar)

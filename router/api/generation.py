@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from router.api import sse
 from router.api.call import Call
 from router.api.errors import ApiError, as_api_error, bad_request, from_validation
+from router.api.keep_alive import kept_alive
 from router.api.options import narrowed_salt
 from router.api.refused import Unserved, check_unserved, ignored_header
 from router.api.run import Choice, Plan, Prompt, Run, Usage
@@ -142,6 +143,9 @@ def _seconds(call: Call, header: str, per_second: float) -> float | None:
 class Answering(ABC):
     """One route's way of putting pieces into JSON. ``begin`` comes first, once the request is admitted."""
 
+    sign_of_life: bytes = sse.COMMENT
+    """What is sent when there is nothing to say for long."""
+
     def __init__(self, call: Call, options: Options) -> None:
         self.call = call
         self.options = options
@@ -217,7 +221,8 @@ async def _stream(call: Call, run: Run, answering: Answering) -> None:
     await call.start_events()
     try:
         async with run.within_deadline():
-            await run.send(answering.chunk, call.event)
+            with kept_alive(call, answering.sign_of_life, call.services.options.sse_keepalive_s):
+                await run.send(answering.chunk, call.event)
         await call.end_events(answering.closing(run))
     except Exception as error:
         failure = as_api_error(error, call.request_id)

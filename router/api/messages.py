@@ -137,6 +137,8 @@ def _text(content: str | list[TextBlock]) -> str:
 class _Messages(Answering):
     """Builds a message out of pieces, whole or as its typed events."""
 
+    sign_of_life = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, call: Call, chat: ChatRequest, conversation: Conversation) -> None:
         super().__init__(call, Options.of(chat))
         self._interpreter: Interpreter = conversation.interpreter()

@@ -28,6 +28,8 @@ class ApiOptions(BaseModel):
     """Longest request body; a longer one is refused with 413."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Deadline of every request, seconds; ``x-request-timeout`` can only shorten it. None: none."""
+    sse_keepalive_s: float | None = Field(default=15.0, gt=0)
+    """A stream silent for so long sends a comment, which clients skip (Messages: a ping); seconds. None: never."""
     max_choices: int = Field(default=1024, ge=1)
     """Prompts times n in one request."""
     tokenize_inline_chars: int = Field(default=32_768, ge=0)

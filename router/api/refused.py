@@ -80,7 +80,6 @@ RESPONSES: dict[str, Unserved] = {
     "prompt": Unserved("prompt templates are not stored"),
     "truncation": Unserved("input that doesn't fit is refused", ("disabled",)),
     "max_tool_calls": Unserved("the client runs the tools"),
-    "top_logprobs": Unserved("log-probabilities are in /v1/chat/completions", (0,)),
     "context_management": Unserved(_TURN),
     "service_tier": _GENERATION["service_tier"],
     "prompt_cache_retention": _GENERATION["prompt_cache_retention"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -10,13 +11,15 @@ from router.api.blocks import Block, Blocks, Change
 from router.api.call import Call
 from router.api.chat import call_id
 from router.api.conversation import Conversation, Interpreter, prepare, reasoning_tokens
-from router.api.errors import ApiError
+from router.api.errors import ApiError, bad_request
 from router.api.generation import Answering, Options, chat_request, parse, serve
 from router.api.http import dumps
+from router.api.logprobs import Speller, chat_logprobs
 from router.api.refused import RESPONSES
 from router.api.run import Choice, Run
 from router.api.schemas.chat import ChatRequest
 from router.api.schemas.responses import (
+    LOGPROBS,
     FlatSchemaFormat,
     FunctionCallItem,
     FunctionOutputItem,
@@ -25,7 +28,8 @@ from router.api.schemas.responses import (
     ReasoningItem,
     ResponsesRequest,
 )
-from router.text.output import Piece
+from router.api.text_tokens import TextTokens
+from router.text.output import Piece, TokenRecord
 
 _SAME = ["model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "stream", "priority"]
 _SAME += ["cache_salt", "parallel_tool_calls"]
@@ -36,7 +40,10 @@ async def responses(call: Call) -> None:
     if request.request_id is not None:
         call.use_request_id(request.request_id)
     chat = as_chat(request)
-    conversation = await prepare(call, chat, logprobs=None)
+    wanted = LOGPROBS in (request.include or ())
+    if request.top_logprobs and not wanted:
+        raise bad_request(f'top_logprobs needs include to hold "{LOGPROBS}"', param="top_logprobs")
+    conversation = await prepare(call, chat, logprobs=(request.top_logprobs or 0) if wanted else None)
     await serve(call, conversation.plan, _Responses(call, request, chat, conversation), "resp")
 
 
@@ -113,6 +120,8 @@ class _Responses(Answering):
         self._interpreter: Interpreter = conversation.interpreter()
         self._short_ids = conversation.tools is not None and conversation.tools.format == "mistral"
         self._blocks = Blocks()
+        self._tokens = TextTokens() if conversation.plan.sampling.logprobs is not None else None
+        self._speller = Speller(call.services.card.tokenizer)
         self._call_ids: dict[int, str] = {}
         self._sequence = 0
         self._reason: str | None = None
@@ -122,10 +131,22 @@ class _Responses(Answering):
             self._name(change)
 
     def _changes(self, piece: Piece) -> Iterable[Change]:
-        yield from self._blocks.feed(self._interpreter.feed(piece))
+        for part in self._tokens.slices(piece) if self._tokens is not None else (piece,):
+            yield from map(self._with_tokens, self._blocks.feed(self._interpreter.feed(part)))
         if piece.finish_reason is not None:
             self._reason = piece.finish_reason
             yield from self._blocks.finish()
+
+    def _with_tokens(self, change: Change) -> Change:
+        if self._tokens is None or change.what != "delta" or change.block.kind != "text":
+            return change
+        tokens = self._tokens.shown(change.text)
+        change.block.tokens += tokens
+        return replace(change, tokens=tokens)
+
+    def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = chat_logprobs(tokens, self._speller, self._request.top_logprobs or 0)["content"]
+        return content
 
     def _name(self, change: Change) -> None:
         block = change.block
@@ -150,14 +171,14 @@ class _Responses(Answering):
             if block.kind == "call":
                 return [self._event("response.function_call_arguments.delta", **where, delta=change.text)]
             kind = "output_text" if block.kind == "text" else "reasoning_text"
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": self._logprobs(change.tokens)} if block.kind == "text" else {}
             return [self._event(f"response.{kind}.delta", **where, content_index=0, delta=change.text, **more)]
         done = change.what == "close"
         item = self._item(block, "completed" if done else "in_progress", empty=not done)
         if not done:
             events = [self._event("response.output_item.added", output_index=block.index, item=item)]
             if block.kind != "call":
-                part = self._part(block, "")
+                part = self._part(block, empty=True)
                 events.append(self._event("response.content_part.added", **where, content_index=0, part=part))
             return events
         return [
@@ -171,16 +192,17 @@ class _Responses(Answering):
             done = "response.function_call_arguments.done"
             return [self._event(done, **where, name=block.name, arguments=text)]
         kind = "output_text" if block.kind == "text" else "reasoning_text"
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": self._logprobs(block.tokens)} if block.kind == "text" else {}
         return [
             self._event(f"response.{kind}.done", **where, content_index=0, text=text, **more),
-            self._event("response.content_part.done", **where, content_index=0, part=self._part(block, text)),
+            self._event("response.content_part.done", **where, content_index=0, part=self._part(block)),
         ]
 
-    @staticmethod
-    def _part(block: Block, text: str) -> dict[str, Any]:
+    def _part(self, block: Block, *, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
         if block.kind == "text":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            logprobs = [] if empty else self._logprobs(block.tokens)
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": "reasoning_text", "text": text}
 
     def _item(self, block: Block, status: str, *, empty: bool = False) -> dict[str, Any]:
@@ -189,7 +211,7 @@ class _Responses(Answering):
             arguments = "" if empty else block.text
             ids = {"call_id": self._call_ids[block.index], "name": block.name}
             return {**base, "type": "function_call", **ids, "arguments": arguments}
-        content = [] if empty else [self._part(block, block.text)]
+        content = [] if empty else [self._part(block)]
         if block.kind == "reasoning":
             return {**base, "type": "reasoning", "summary": [], "content": content}
         return {**base, "type": "message", "role": "assistant", "content": content}
@@ -251,6 +273,7 @@ class _Responses(Answering):
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -9,6 +9,7 @@ from router.api.errors import ApiError
 from router.api.http import dumps
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": still working\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -13,10 +13,10 @@ from router.text.grammar import GrammarBusy, GrammarError, Kind
 
 async def compile_grammar(services: Services, request: GenerationRequest) -> tuple[str, str] | None:
     """What goes into ``Sampling.grammar``; None when the answer is free."""
-    asked = _asked(request)
-    if asked is None:
+    wish = asked(request)
+    if wish is None:
         return None
-    param, kind, value = asked
+    param, kind, value = wish
     if request.min_tokens:
         raise bad_request(f"min_tokens can't be combined with {param.partition('.')[0]}", param="min_tokens")
     try:
@@ -27,7 +27,7 @@ async def compile_grammar(services: Services, request: GenerationRequest) -> tup
         raise ApiError(503, str(error), param=param, code="overloaded", headers=retry_after(1)) from None
 
 
-def _asked(request: GenerationRequest) -> tuple[str, Kind, Any] | None:
+def asked(request: GenerationRequest) -> tuple[str, Kind, Any] | None:
     """(field, kind, value), or None."""
     found: list[tuple[str, Kind, Any]] = []
     if isinstance(request.response_format, JsonObjectFormat):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from router.api.errors import ApiError, bad_request, retry_after
 from router.api.schemas.chat import ChatRequest
 from router.api.schemas.tools import NamedToolChoice, Tool
 from router.api.services import Services
+from router.api.structured import asked
 from router.text.grammar import GrammarBusy, GrammarError
 from router.text.tool_grammar import Wish, tool_grammar
 from router.text.tools import Format
@@ -64,17 +66,44 @@ def plan_tools(services: Services, request: ChatRequest) -> ToolPlan | None:
     return ToolPlan(services.tool_format, tools, forced, named, parallel)
 
 
-async def bind_tools(services: Services, plan: ToolPlan, *, thinks: bool) -> tuple[str, str] | None:
-    """Grammar of the calls that were asked for; None when the model is free.
+def json_answer(request: ChatRequest, plan: ToolPlan) -> Any:
+    """Schema of the answer that a model may give instead of calling a tool; None when it must call, which leaves its
+    format nothing to bind. Raises a 400 where one can't be told from the other."""
+    wish = asked(request)
+    if wish is None or plan.forced:
+        return None
+    param, kind, value = wish
+    if kind not in ("json_object", "json_schema"):
+        raise bad_request(
+            f"{param} can't be combined with tools that the model may leave alone: only JSON can; set tool_choice to "
+            "none or required",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if plan.format == "llama3_json":
+        raise bad_request(
+            f"{param} can't be combined with tools that this model may leave alone: it writes its calls as JSON too, "
+            "so an answer could pass for one; set tool_choice to none or required",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if kind == "json_object":
+        return {"type": "object"}
+    return json.loads(value) if isinstance(value, str) else value
+
+
+async def bind_tools(services: Services, plan: ToolPlan, *, thinks: bool, answer: Any = None) -> tuple[str, str] | None:
+    """Grammar of the calls that were asked for; None when the model is free. ``answer``: see :func:`json_answer`.
 
     Schemas of strict tools are enforced or refused; a forced call's other schemas are enforced where they can be.
     """
-    if not plan.bound:
+    if not plan.bound and answer is None:
         return None
     names = (plan.named,) if plan.named is not None else tuple(tool.function.name for tool in plan.tools)
-    wish = Wish(plan.forced, plan.parallel, names)
+    forced = plan.forced or answer is not None
+    wish = Wish(forced, plan.parallel, names, answer)
     strict = {t.function.name: t.function.parameters for t in plan.tools if t.function.strict}
-    every = {t.function.name: t.function.parameters for t in plan.tools if t.function.strict or plan.forced}
+    every = {t.function.name: t.function.parameters for t in plan.tools if t.function.strict or forced}
 
     async def compiled(schemas: Mapping[str, Mapping[str, Any] | None]) -> tuple[str, str]:
         source = tool_grammar(plan.format, schemas, wish, services.card.tokenizer, thinks=thinks)

@@ -46,10 +46,15 @@ def lark_source(kind: str, text: str) -> str:
 
 def json_source(schema: Any) -> str:
     """Grammar of the JSON texts that satisfy ``schema`` (draft 2020-12; earlier ones by their ``$schema``)."""
+    return f"{_HEADER}start: {json_rule(schema)}\n"
+
+
+def json_rule(schema: Any) -> str:
+    """The same as the right side of a rule."""
     body = {} if schema is True else schema
     if isinstance(body, dict):
         body = {**body, "x-guidance": _JSON_OPTIONS}
-    return f"{_HEADER}start: %json {json.dumps(body, ensure_ascii=False)}\n"
+    return f"%json {json.dumps(body, ensure_ascii=False)}"
 
 
 def _regex(pattern: str) -> str:

@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.grammar_source import JSON_WHITESPACE
+from router.text.grammar_source import json_rule
 from router.text.tokenizer import Tokenizer
 from router.text.tools import Format
 
-_JSON_OPTIONS = {"whitespace_pattern": JSON_WHITESPACE, "json_allowed_escapes": '"\\bfnrt'}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class Wish:
     """What the calls must be. ``forced``: the answer is calls and nothing else; otherwise text may come before,
-    between and after, and only what follows a call marker is bound."""
+    between and after, and only what follows a call marker is bound. ``answer``: with ``forced``, a JSON schema of what
+    the answer may be instead."""
 
     forced: bool
     parallel: bool
     names: tuple[str, ...]
+    answer: Any = None
 
 
 def tool_grammar(
@@ -36,12 +37,14 @@ def tool_grammar(
     rules = []
     for index, name in enumerate(wish.names):
         head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{key}": '
-        schema = {**(schemas.get(name) or _ANY_OBJECT), "x-guidance": _JSON_OPTIONS}
         rules.append(f"call_{index}: {_quoted(head)} args_{index} {_quoted('}')}")
-        rules.append(f"args_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
+        rules.append(f"args_{index}: {json_rule(schemas.get(name) or _ANY_OBJECT)}")
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(wish.names))))
     body = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral}[form](wish, tokenizer)
     start = "start: think SPACE body" if thinks else "start: body"
+    if wish.answer is not None:
+        start += " | answer"
+        rules.append(f"answer: {json_rule(wish.answer)}")
     think = ['think[suffix="</think>"]: /(?s:.*)/', "SPACE: /[ \\n]{0,4}/"] if thinks else []
     return "\n".join([start, *think, *body, *rules]) + "\n"
 

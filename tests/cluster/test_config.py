@@ -4,11 +4,15 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
+from cluster.build import open_router
 from cluster.config import AppConfig
 from cluster.launch import Unusable, parse_options
 from replica.config import EngineConfig
+from router.api import ApiOptions
+from router.dispatch import DispatchOptions
 
 
 def test_every_engine_option_is_an_app_option_with_the_same_default() -> None:
@@ -62,3 +66,10 @@ def test_configs_are_frozen() -> None:
 def test_importing_the_outside_needs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_metric_prefix_names_every_metric() -> None:
+    options = ApiOptions(metric_prefix="vllm")
+    _, api = open_router("stub:1ms", None, options, DispatchOptions(), "0" * 32, "router")
+    names = {family.name for family in text_string_to_metric_families(api.services.metrics.render([]).decode())}
+    assert len(names) > 30 and all(name.startswith("vllm:") for name in names), names

@@ -46,6 +46,7 @@ PER_ROUTE: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "logprobs"): {"logprobs": True},
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True, "top_logprobs": 2},
     ("/v1/completions", "logprobs"): {"logprobs": 2},
+    ("/v1/responses", "top_logprobs"): {"top_logprobs": 2, "include": ["message.output_text.logprobs"]},
     ("/v1/responses", "tools"): {"tools": [{"type": "function", "name": "f"}]},
     ("/v1/responses", "stream_options"): {"stream": True, "stream_options": {"include_obfuscation": False}},
     ("/v1/messages", "tools"): {"tools": [{"name": "f", "input_schema": {}}]},

@@ -90,6 +90,27 @@ async def test_responses_take_a_conversation_of_items() -> None:
     assert 'b<tool_call>{"name": "f", "arguments": {}}</tool_call>' in turns[3]
 
 
+@pytest.mark.parametrize("text", [MIXED, "just 日本 👩‍👩‍👧 text"])
+async def test_responses_logprobs_are_those_of_the_shown_text(text: str) -> None:
+    fake, card = ready(text)
+    body = {"input": "Weather?", "tools": [FLAT_TOOL], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await post(fake, card, "/v1/responses", body)
+    assert fake.jobs[-1].sampling.logprobs == 2 and whole["top_logprobs"] == 2
+    part = next(item for item in whole["output"] if item["type"] == "message")["content"][0]
+    raw = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"])
+    assert raw.decode().strip() == part["text"].strip() and part["text"]
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] == -0.5 for entry in part["logprobs"])
+    events = await post(fake, card, "/v1/responses", {**body, "stream": True})
+    deltas = [e for event in events if event["type"] == "response.output_text.delta" for e in event["logprobs"]]
+    done = next(event for event in events if event["type"] == "response.output_text.done")
+    assert deltas == done["logprobs"] == part["logprobs"]
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    await post(fake, card, "/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]})
+    assert fake.jobs[-1].sampling.logprobs == 0
+    await post(fake, card, "/v1/responses", {"input": "x"})
+    assert fake.jobs[-1].sampling.logprobs is None
+
+
 async def test_responses_that_are_cut_or_fail() -> None:
     fake, card = ready("one two three four five")
     whole = await post(fake, card, "/v1/responses", {"input": "x", "max_output_tokens": 3})
@@ -114,6 +135,7 @@ REFUSED_RESPONSES = [
     ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
     ("tool_choice", "required"),
     ("max_output_tokens", 0),
+    ("top_logprobs", 2),
     ("text", {"format": {"type": "grammar"}}),
 ]
 

@@ -109,6 +109,22 @@ def test_overlong_body_over_a_socket(url: str, client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
 
 
+@pytest.mark.parametrize(("path", "sign"), [("chat/completions", ": still working"), ("messages", "event: ping")])
+def test_a_silent_stream_shows_signs_of_life(path: str, sign: str) -> None:
+    fake = FakeBackend(saying(TOKENIZER, ANSWER), delay_s=0.25)
+    app = create_app(fake, make_card(TOKENIZER), ApiOptions(sse_keepalive_s=0.1))
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "model": "tiny"}
+    with served(app) as base:
+        lines = httpx.post(f"{base}/v1/{path}", json=body).text.splitlines()
+        assert lines.count(sign) == 6, "two in each of three silences"
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none") as client:
+            chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
+        assert chunks[-1].choices[0].finish_reason == "length"
+        fake.delay_s = 0.001
+        lines = httpx.post(f"{base}/v1/{path}", json=body | {"max_tokens": 300}).text.splitlines()
+        assert sign not in lines, "what is sent anyway is sign enough"
+
+
 def _wait_for(condition: Any, seconds: float) -> float:
     started = time.monotonic()
     while not condition():

@@ -209,8 +209,41 @@ async def test_unknown_formats_and_unenforceable_schemas_are_refused() -> None:
         assert error["param"] == "tools" and "uniqueItems" in error["message"]
         function["strict"] = False
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        body |= {"response_format": {"type": "json_object"}}
-        assert (await client.post("/v1/chat/completions", json=body)).json()["error"]["param"] == "tools"
+
+
+ANSWER_SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["clear", "grey"]}}, "required": ["sky"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": ANSWER_SCHEMA}}
+
+
+async def test_a_format_binds_the_answer_where_the_model_calls_no_tool() -> None:
+    pytest.importorskip("llguidance")
+    body = {**ASK, "tools": [TOOL, OTHER], "response_format": FORMAT}
+    whole, _, job, tokenizer = await answer('{"sky": "grey"}', body)
+    assert whole["message"]["content"] == '{"sky": "grey"}' and whole["finish_reason"] == "stop"
+    assert all(accepts(job, tokenizer, good) for good in ('{"sky": "clear"}', *GOOD["hermes"]))
+    assert not any(accepts(job, tokenizer, bad) for bad in (*BAD, '{"sky": "blue"}', f'{CALL}{{"sky": "grey"}}'))
+    whole, *_ = await answer(CALL, body)
+    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        whole, _, job, tokenizer = await answer(CALL, {**body, "tool_choice": choice})
+        assert whole["message"]["tool_calls"] and not accepts(job, tokenizer, '{"sky": "grey"}')
+    whole, _, job, tokenizer = await answer('{"sky": "grey"}', {**body, "tool_choice": "none"})
+    assert not accepts(job, tokenizer, CALL) and "get_weather" not in prompt_of(job, tokenizer)
+
+
+async def test_formats_that_could_pass_for_a_call_are_refused() -> None:
+    pytest.importorskip("llguidance")
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"response_format": FORMAT}, "llama3_json", "writes its calls as JSON too"),
+        ({"structured_outputs": {"regex": "a"}}, "hermes", "only JSON can"),
+    ]
+    for fields, form, words in cases:
+        fake, card = setup("x")
+        async with asgi_client(fake, card, tool_parser=form) as client:
+            response = await client.post("/v1/chat/completions", json={**ASK, "tools": [TOOL], **fields})
+        error = response.json()["error"]
+        assert response.status_code == 400 and words in error["message"], error
+        assert error["param"].startswith(next(iter(fields))) and not fake.jobs
 
 
 async def test_reasoning_is_split_counted_and_can_be_hidden() -> None:

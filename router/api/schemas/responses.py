@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from router.api.schemas.base import Int, Name, Request, Text
+from router.api.schemas.common import MAX_LOGPROBS
 from router.api.schemas.structured import JsonObjectFormat, TextFormat
 from router.api.schemas.tools import Effort, FunctionName, FunctionSpec
+
+LOGPROBS = "message.output_text.logprobs"
+"""In ``include``: what asks for log-probabilities."""
 
 
 class InputText(Request):
@@ -111,8 +115,10 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Reasoning comes in the clear, so there is nothing encrypted to include."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """Log-probabilities of the text's tokens. Reasoning comes in the clear: there is nothing encrypted to add."""
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """So many of the likeliest at each position; needs ``message.output_text.logprobs`` in ``include``."""
     priority: Annotated[Int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
