@@ -31,10 +31,11 @@ from replica.inbox import Inbox
 from replica.masking import MaskFactory
 from replica.page_pool import PagePool
 from replica.request import Request, build_request
-from replica.scheduler import Plan, Scheduler
+from replica.scheduler import Scheduler
 from replica.speculation import Speculation
 from replica.status import Health, describe, load_of, probe
 from replica.step_time import StepTimeModel
+from replica.turn import Plan
 from replica.watch import Watch
 from router.pages import RootFields, key64
 from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, TokenDelta
@@ -279,26 +280,18 @@ class Engine:
         self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
-        """One sound row: its samples become tokens, its KV counts as written. Of ``num_samples`` rows fewer ids may
-        come back; num_computed then returns to the last accepted one."""
+        """One sound row: its samples become tokens, its KV counts as written, up to the last accepted guess."""
         if result.prompt_logprobs and (chunk := result.prompt_logprobs[index]) is not None:
             request.prompt_logprobs.extend(chunk)
-        ids, finish = result.ids[index], None
-        request.num_pending -= row.num_samples
-        for count, token_id in enumerate(ids, 1):
-            suspect = not 0 <= token_id < self._vocab_size or request.masking is not None
-            if suspect and (problem := request.problem_with(token_id, self._vocab_size)):
-                self.scheduler.retract(request)
-                self._end(request, Finish.ERROR, problem)
-                return
-            request.append(token_id)
-            if token_id in request.stop_ids and request.num_emitted > request.sampling.min_tokens:
-                finish = Finish.STOP
-            elif request.num_tokens >= request.max_total:
-                finish = Finish.LENGTH
-            if finish is not None:
-                self.counters["wasted_tokens"] += len(ids) - count
-                del ids[count:]
+        ids = result.ids[index]
+        num_sampled, request.num_pending = len(ids), request.num_pending - row.num_samples
+        finish, problem = request.take(ids, self._vocab_size)
+        if problem is not None:
+            self.scheduler.retract(request)
+            self._end(request, Finish.ERROR, problem)
+            return
+        if len(ids) < num_sampled:
+            self.counters["wasted_tokens"] += num_sampled - len(ids)
         if request.slot >= 0:  # else preempted since: its pages are gone, its tokens are not
             num_rejected = row.num_samples - len(ids)
             request.num_written = row.start + len(row.token_ids) - num_rejected

@@ -100,7 +100,25 @@ class Request:
         """Has sampled since it was admitted."""
         return self.num_tokens + self.num_pending > self.admitted_total
 
-    def problem_with(self, token_id: int, vocab_size: int) -> str | None:
+    def take(self, ids: list[int], vocab_size: int) -> tuple[Finish | None, str | None]:
+        """Appends sampled ids up to the one that ends the request; those after it leave ``ids``. Returns why it ends
+        and what is wrong with an id, None where neither."""
+        for count, token_id in enumerate(ids, 1):
+            suspect = not 0 <= token_id < vocab_size or self.masking is not None
+            if suspect and (problem := self._problem_with(token_id, vocab_size)):
+                return None, problem
+            self.append(token_id)
+            finish = None
+            if token_id in self.stop_ids and self.num_emitted > self.sampling.min_tokens:
+                finish = Finish.STOP
+            elif self.num_tokens >= self.max_total:
+                finish = Finish.LENGTH
+            if finish is not None:
+                del ids[count:]
+                return finish, None
+        return None, None
+
+    def _problem_with(self, token_id: int, vocab_size: int) -> str | None:
         """Why the sampled id can't be emitted; its grammar is told of it."""
         if not 0 <= token_id < vocab_size:
             return f"sampled id {token_id} is outside the vocabulary of {vocab_size}"

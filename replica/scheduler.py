@@ -18,7 +18,6 @@ Bounds that hold whatever arrives:
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 from operator import attrgetter
@@ -31,36 +30,13 @@ from replica.page_pool import PagePool
 from replica.request import Request
 from replica.speculation import Speculation
 from replica.step_time import StepShape
+from replica.turn import Plan, Turn
 
 LOOKAHEAD = 16
 """Waiting requests without room that admission looks past, in one step."""
 _NEWEST = np.array([FROM_DEVICE], dtype=np.int32)
 _NEWEST.flags.writeable = False
 _key = attrgetter("key")
-
-
-@dataclass(slots=True)
-class Plan:
-    """A step: its batch, the request of each row, and its regressors for the step-time fit."""
-
-    batch: Batch
-    requests: list[Request]
-    shape: StepShape
-
-
-@dataclass(slots=True)
-class Turn:
-    """What is left to hand out in one step."""
-
-    budget: int
-    long_budget: int
-    grants: dict[Request, int] = field(default_factory=dict)
-    drafts: dict[Request, np.ndarray] = field(default_factory=dict)
-    """int32 guesses of the ids after a decoding request's last one, to be verified in this step."""
-    capped: list[Request] = field(default_factory=list)
-    num_prefills: int = 0
-    preempted: bool = False
-    shorts_wait: bool | None = None
 
 
 class Scheduler:

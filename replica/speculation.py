@@ -27,7 +27,7 @@ from replica.step_time import StepShape, StepTimeModel
 
 if TYPE_CHECKING:
     from replica.request import Request
-    from replica.scheduler import Turn
+    from replica.turn import Turn
 
 LEAST_PRICE = 0.02
 

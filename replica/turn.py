@@ -1,0 +1,35 @@
+"""What one step is made of: how it is being handed out, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from replica.batch import Batch
+from replica.request import Request
+from replica.step_time import StepShape
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step: its batch, the request of each row, and its regressors for the step-time fit."""
+
+    batch: Batch
+    requests: list[Request]
+    shape: StepShape
+
+
+@dataclass(slots=True)
+class Turn:
+    """What is left to hand out in one step."""
+
+    budget: int
+    long_budget: int
+    grants: dict[Request, int] = field(default_factory=dict)
+    drafts: dict[Request, np.ndarray] = field(default_factory=dict)
+    """int32 guesses of the ids after a decoding request's last one, to be verified in this step."""
+    capped: list[Request] = field(default_factory=list)
+    num_prefills: int = 0
+    preempted: bool = False
+    shorts_wait: bool | None = None
