@@ -1,0 +1,40 @@
+"""Many random requests against a tiny model; and that the soak would have noticed what it looks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from replica.soak import Soak
+from router.wire import Finish
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int4", "seed": 1}], ids=["exact", "int4"])
+def test_nothing_wears_out(options: dict) -> None:
+    soak = Soak(3000, **options)
+    try:
+        figures = soak.run()
+    finally:
+        soak.close()
+    assert not figures["problems"], figures
+    assert figures["audits"] == 13 and figures["canary"]["compared"] > 1000
+
+
+def test_a_damaged_page_would_have_been_noticed() -> None:
+    soak = Soak(150)
+    engine, flipped = soak.llm.engine, []
+
+    def flip(sent: int, memory: int) -> None:
+        if sent >= 60 and (keys := engine.pool.keys()):
+            page = engine.pool.page_of(keys[0])
+            if page is not None:
+                engine.runner.kv.flip_bit(page, word=7, bit=6)
+                flipped.append(page)
+
+    try:
+        figures = soak.run(flip)
+    finally:
+        soak.close()
+    assert flipped and figures["problems"], "neither the canary nor a probe saw it"
+    assert sum(figures["ends"].get(str(finish), 0) for finish in Finish) == 150
