@@ -144,9 +144,10 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
 
     checkpoint = locate(model, weights=True)
     resolved, runner = open_runner(checkpoint, config)
-    root = RootFields(
-        model_fingerprint(checkpoint), tokenizer_fingerprint(checkpoint), resolved.kv_cache_dtype, resolved.page_size
-    )
+    model_is = model_fingerprint(checkpoint)
+    if resolved.quantization != "none":  # its pages hold other numbers
+        model_is += f" {resolved.quantization}"
+    root = RootFields(model_is, tokenizer_fingerprint(checkpoint), resolved.kv_cache_dtype, resolved.page_size)
     limits = {
         "max_model_len": resolved.max_model_len,
         "max_batch_size": resolved.max_batch_size,

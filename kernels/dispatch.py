@@ -44,6 +44,8 @@ class Site:
     vocab_size: int
     deterministic: bool = False
     """Results must not depend on the batch: only candidates that promise this may run."""
+    quantization: str = "none"
+    """What the products' weights become: none or w8a8."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,28 @@ def _triton_candidate() -> Candidate:
     return Candidate("triton", True, make, decline)
 
 
-def default_candidates() -> tuple[Candidate, ...]:
-    """In order of preference; the last accepts everything."""
-    return (_triton_candidate(), _torch_candidate())
+def _int8_candidate() -> Candidate:
+    def make(site: Site) -> Any:
+        from kernels.quantized import ROLES, Int8Ops
+
+        return Int8Ops(site.device, ROLES)
+
+    def decline(operation: str, site: Site) -> str | None:
+        if site.quantization != "w8a8":
+            return f"quantization is {site.quantization}"
+        if operation in ("embed", "attention"):
+            return "only products are quantized"
+        if site.device.type != "cpu" or site.dtype != torch.float32:
+            return "w8a8 products are written for a CPU and float32"
+        return None
+
+    return Candidate("w8a8", False, make, decline)
+
+
+def default_candidates(quantization: str = "none") -> tuple[Candidate, ...]:
+    """In order of preference; the last accepts everything. Quantized products first where they are asked for: nobody
+    else can read their weights."""
+    return ((_int8_candidate(),) if quantization != "none" else ()) + (_triton_candidate(), _torch_candidate())
 
 
 class Dispatch:
@@ -98,7 +119,7 @@ class Dispatch:
     ) -> None:
         """``switches``: fused_* -> "auto", "true" or "false". Raises ValueError for an unknown switch or value, and
         for "true" where no fused implementation can run."""
-        candidates = default_candidates() if candidates is None else candidates
+        candidates = default_candidates(site.quantization) if candidates is None else candidates
         switches = dict(switches or {})
         for name, value in switches.items():
             if name not in SWITCHES:
@@ -150,6 +171,11 @@ class Dispatch:
     def compiled(self) -> int:
         """Distinct compiled kernels launched so far; constant once everything is warm."""
         return sum(getattr(ops, "compiled", 0) for ops in self._made.values())
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Of weights that an implementation keeps itself, in its own format."""
+        return sum(getattr(ops, "quantized_bytes", 0) for ops in self._made.values())
 
     def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head."""

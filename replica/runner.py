@@ -50,6 +50,7 @@ def choose_ops(model: ModelConfig, config: ResolvedConfig) -> Dispatch:
         head_dim=model.head_dim,
         vocab_size=model.vocab_size,
         deterministic=config.deterministic,
+        quantization=config.quantization,
     )
     return Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
 
@@ -235,7 +236,6 @@ class ModelRunner:
             self._queue.put(lambda: self._sampler.release(slot))
 
     def describe(self) -> dict[str, Any]:
-        itemsize = self._dtype.itemsize
         m = self.model
         return {
             "device": str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
@@ -243,7 +243,8 @@ class ModelRunner:
             "threads": self.config.threads if self._device.type == "cpu" else None,
             "family": m.family,
             "num_layers": m.num_layers,
-            "weight_bytes": m.num_weights() * itemsize,
+            "weight_bytes": sum(t.nbytes for t in self._decoder.weights.tensors()) + self._ops.quantized_bytes,
+            "quantization": self.config.quantization,
             "kv_cache_dtype": self.config.kv_cache_dtype,
             "kv_bytes": self.kv.num_bytes,
             "host_bytes": self._host.num_bytes if self._host else 0,
