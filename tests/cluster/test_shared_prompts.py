@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import pytest
+from in_process import served
 from tiny import write_tiny_llama
 
-from cluster.build import open_replica, open_router
-from replica.config import EngineConfig
 from replica.loop import Engine
-from router.api.options import ApiOptions
-from router.dispatch import DispatchOptions
 
-SECRET = "a secret of these tests"
 PAGE = 16
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@asynccontextmanager
-async def served(model: str, count: int, **options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, list[Engine]]]:
-    config = EngineConfig(device="cpu", threads=1, max_num_pages=512, **options)
-    replicas = [await asyncio.to_thread(open_replica, model, config, SECRET, f"r{i}") for i in range(count)]
-    router, app = open_router(model, "tiny", ApiOptions(), DispatchOptions(), SECRET, "router")
-    try:
-        for engine, _ in replicas:
-            engine.start()
-        router.update_replicas({f"r{i}": await server.start("127.0.0.1") for i, (_, server) in enumerate(replicas)})
-        await router.start()
-        while not router.directory(0)["in_sync"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://everwarm", timeout=60) as client:
-            yield client, [engine for engine, _ in replicas]
-    finally:
-        await router.close()
-        for engine, server in replicas:
-            await server.close()
-            await asyncio.to_thread(engine.stop)
 
 
 def computed(engines: list[Engine]) -> list[int]:
