@@ -124,6 +124,34 @@ def bench_speculation(
     raise typer.Exit(0 if bench.holds(figures) else 1)
 
 
+@app.command("article", epilog="Example: everwarm bench article --rows ladder --budget 120 --json article.json")
+def bench_article(
+    model: Annotated[str, typer.Option(help="small, or a shape of bench gpu; weights are random.")] = "small",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads on a CPU.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per row.")] = 192,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients with one request each.")] = 32,
+    scale: Annotated[float, typer.Option(min=0.01, max=4, help="Times prompts of 128-4096 and answers of 128.")] = 0.25,
+    shared: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a common beginning.")] = 0.5,
+    reservations: Annotated[int, typer.Option(min=1, help="Longest requests that the page pool holds.")] = 8,
+    rows: Annotated[str, typer.Option(help="ladder, alone, or both with a comma.")] = "ladder,alone",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; rows that would end later are left out.")] = 120.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+) -> None:
+    """Paging, continuous batching, chunks, slipping in, prefix cache, fusion: each switch alone and one by one."""
+    from cluster.bench import article as bench
+
+    load = bench.Workload(
+        model, device, threads, requests, concurrency, scale, shared, reservations, rows, budget_s=budget
+    )
+    try:
+        figures = bench.run(load, Console(stderr=True))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    bench.show(figures, Console())
+    report(figures, bench.UNITS, json_path)
+
+
 @app.command("overhead", epilog="Example: everwarm bench overhead --batch 64")
 def bench_overhead(
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Decoding requests per step.")] = 64,

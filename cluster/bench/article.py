@@ -1,0 +1,315 @@
+"""``everwarm bench article``: what each scheduling and memory switch is worth, alone and one after the other.
+
+Every row is the same engine over the same requests with other options: clients that each have one request at a time,
+prompts with a long tail, some of them sharing their beginning. ``ladder`` begins with the baseline (contiguous
+reservations, static batches, whole prompts, nothing cached) and turns the switches on in turn; ``alone`` begins with
+everything on and turns one off. The pool is made scarce on purpose: it holds only so many reservations of the longest
+request, since with memory for everybody there is nothing for paging to win.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bench.gpu_loads import percentile
+from cluster.bench.progress import steps
+from cluster.bench.random_engine import model_config
+from cluster.bench.shapes import SHAPES, Shape
+from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
+from replica.llm import LLM
+from replica.model import ModelConfig, Weights, random_model
+from replica.runner import ModelRunner
+from router.wire import EventBatch, Sampling, Submit, TokenDelta
+
+UNITS = {
+    "ttft_ms": "from submission to the first token: median, 99th percentile",
+    "tokens_s": "output tokens per second over the whole run",
+    "rows": "requests per step, mean over steps",
+    "held": "share of the pool's pages that requests hold, mean over steps",
+    "used": "share of the pool's token slots that hold a token of a running request, mean over steps",
+    "cached": "share of prompt tokens that came from the cache",
+    "ttft_p99_drop": "1 - everything on / baseline",
+}
+SMALL = Shape(layers=4, hidden=256, heads=4, intermediate=768, kv_heads=2, head_dim=64, vocab=4096, max_position=8192)
+MODELS = {"small": SMALL, **SHAPES}
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "paging": {"kv_cache_paging": False},
+    "continuous": {"scheduler": "static"},
+    "chunked": {"chunked_prefill": False},
+    "slip-in": {"prefill_priority": "high", "long_prefill_tokens": "chunk"},
+    "prefix cache": {"prefix_caching": False},
+    "fused": {"fused_rmsnorm": False, "fused_qkv": False, "fused_silu": False, "fused_attention": False},
+}
+"""Name -> the options that turn it off, in the order of the ladder. Without *slip-in* requests are served as they came:
+prompts before decoding, and each may take the whole step."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``scale`` multiplies prompts (128-512 tokens, log-uniform; 8 % of 2048-4096) and answers (128); ``shared`` of the
+    requests begin with one of eight common prefixes; the pool holds ``reservations`` requests of the greatest length.
+    """
+
+    model: str = "small"
+    device: str = "cpu"
+    threads: int = 2
+    requests: int = 192
+    concurrency: int = 32
+    scale: float = 0.25
+    shared: float = 0.5
+    reservations: int = 8
+    rows: str = "ladder,alone"
+    budget_s: float = 120.0
+    seed: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return round(4096 * self.scale) + self.answer + 1
+
+    @property
+    def answer(self) -> int:
+        """Tokens of each answer."""
+        return max(1, round(128 * self.scale))
+
+
+def plan(load: Workload) -> list[tuple[str, dict[str, Any]]]:
+    """(name of the row, options that differ from everything on). Raises ValueError."""
+    names = [name for name in SWITCHES if name != "fused" or load.device == "cuda"]
+    out: list[tuple[str, dict[str, Any]]] = []
+    for part in load.rows.split(","):
+        if part == "ladder":
+            for count in range(len(names) + 1):
+                label = "baseline" if count == 0 else f"+ {names[count - 1]}"
+                out.append((label, _without(names[count:], load)))
+        elif part == "alone":
+            out += [(f"without {name}", _without([name], load)) for name in names]
+        else:
+            raise ValueError(f"rows: {part!r}; allowed are 'ladder' and 'alone'")
+    return out
+
+
+def _without(names: list[str], load: Workload) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name in names:
+        options |= SWITCHES[name]
+    if "long_prefill_tokens" in options:
+        options["long_prefill_tokens"] = _chunk(load)
+    if options.get("kv_cache_paging") is False:
+        options["prefix_caching"] = False  # contiguous reservations share no pages
+    return options
+
+
+def _chunk(load: Workload) -> int:
+    return max(load.concurrency, round(1024 * load.scale))
+
+
+def prompts(load: Workload, vocab: int) -> list[list[int]]:
+    """Token ids of every request's prompt; the same for a seed."""
+    lengths, ids = random.Random(f"lengths {load.seed}"), random.Random(f"ids {load.seed}")
+    long = set(lengths.sample(range(load.requests), round(0.08 * load.requests)))
+    longest = round(4096 * load.scale)
+    trunks = [[ids.randrange(vocab) for _ in range(longest)] for _ in range(8)]
+    out = []
+    for i in range(load.requests):
+        size = lengths.randint(2048, 4096) if i in long else 128 * 4 ** lengths.random()
+        count = max(2, round(size * load.scale))
+        common = lengths.choice(trunks)[: count * 3 // 4] if lengths.random() < load.shared else []
+        out.append(common + [ids.randrange(vocab) for _ in range(count - len(common))])
+    return out
+
+
+@dataclass
+class _Use:
+    """Sums over steps, filled on the engine's thread."""
+
+    steps: int = 0
+    rows: float = 0.0
+    held: float = 0.0
+    used: float = 0.0
+    seen: int = 0
+
+
+class Row:
+    """One engine, one pass over the requests."""
+
+    def __init__(self, load: Workload, model: ModelConfig, options: dict[str, Any]) -> None:
+        self.load, self.use = load, _Use()
+        config = _resolve(load, model, options)
+        runner = ModelRunner(model, _weights(load, model), config)
+        self.llm = LLM(config, runner, on_events=self._on_events)
+        self.config = config
+        self.deltas: queue.SimpleQueue[tuple[float, TokenDelta]] = queue.SimpleQueue()
+
+    def _on_events(self, batch: EventBatch) -> None:
+        llm = getattr(self, "llm", None)
+        if llm is None or llm.engine.num_steps == self.use.seen:
+            return
+        engine, use = llm.engine, self.use
+        running, pool = engine.scheduler.running, engine.pool
+        if not running:
+            return
+        use.seen = engine.num_steps
+        use.steps += 1
+        use.rows += len(running)
+        use.held += pool.num_held / (pool.num_pages - 1)
+        shared = sum(request.num_hits for request in running) * self.config.page_size
+        tokens = sum(request.num_computed for request in running)
+        unique = tokens - shared + len({int(p) for r in running for p in r.table[: r.num_hits]}) * self.config.page_size
+        use.used += unique / ((pool.num_pages - 1) * self.config.page_size)
+
+    def put(self, deltas: TokenDelta) -> None:
+        """The engine's thread hands over what it has for us."""
+        self.deltas.put((time.perf_counter(), deltas))
+
+    def run(self, requests: list[Submit]) -> dict[str, Any]:
+        """Raises RuntimeError when a request fails."""
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
+        waiting, done, tokens, cached = list(reversed(requests)), 0, 0, 0
+        began = time.perf_counter()
+        while done < len(requests):
+            while waiting and len(sent) - done < self.load.concurrency:
+                request = waiting.pop()
+                sent[request.request_id] = time.perf_counter()
+                self.llm.engine.submit(self, request)
+            now, delta = self.deltas.get(timeout=600)
+            if delta.error:
+                raise RuntimeError(f"a request failed: {delta.error}")
+            if delta.ids:
+                first.setdefault(delta.request_id, now)
+            tokens += len(delta.ids)
+            cached += delta.num_cached or 0
+            done += delta.finish is not None
+        seconds = time.perf_counter() - began
+        return self._figures(seconds, sent, first, tokens, cached / sum(request.num_prompt for request in requests))
+
+    def _figures(
+        self, seconds: float, sent: dict[str, float], first: dict[str, float], tokens: int, cached: float
+    ) -> dict[str, Any]:
+        ttft = [1e3 * (first[name] - sent[name]) for name in sent]
+        use, info = self.use, self.llm.engine.info()
+        count = max(1, use.steps)
+        return {
+            "ttft_p50_ms": round(percentile(ttft, 50), 1),
+            "ttft_p99_ms": round(percentile(ttft, 99), 1),
+            "tokens_s": round(tokens / seconds, 1),
+            "requests_s": round(len(sent) / seconds, 2),
+            "steps": info["steps"]["count"],
+            "rows": round(use.rows / count, 2),
+            "held": round(use.held / count, 4),
+            "used": round(use.used / count, 4),
+            "cached": round(cached, 4),
+            "preemptions": info["counters"]["preemptions"],
+            "seconds": round(seconds, 2),
+        }
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+def _resolve(load: Workload, model: ModelConfig, options: dict[str, Any]) -> ResolvedConfig:
+    page = 16
+    pages = 1 + load.reservations * -(-load.max_model_len // page)
+    base = {
+        "max_model_len": load.max_model_len, "max_num_pages": pages, "chunk_size": _chunk(load),
+        "max_batch_size": load.concurrency, "device": load.device, "threads": load.threads,
+    }  # fmt: skip
+    if options.get("kv_cache_paging") is False:
+        base["max_batch_size"] = min(load.concurrency, load.reservations)
+    facts = DeviceFacts("cpu", load.threads)
+    if load.device == "cuda":
+        facts = DeviceFacts("cuda", load.threads, True, torch.cuda.mem_get_info()[0])
+    itemsize = 2 if load.device == "cuda" else 4
+    return resolve(EngineConfig(**{**base, **options}), model.facts(itemsize), facts)
+
+
+def _weights(load: Workload, model: ModelConfig) -> Weights:
+    if load.device == "cuda":
+        from cluster.bench.random_engine import random_weights
+
+        return random_weights(model)
+    return random_model(model, load.seed)
+
+
+def run(load: Workload, console: Console) -> dict[str, Any]:
+    """Raises ValueError for a model or rows that there are none of."""
+    if load.model not in MODELS:
+        raise ValueError(f"model: {load.model!r}; allowed are {', '.join(MODELS)}")
+    if load.device not in ("cpu", "cuda"):
+        raise ValueError(f"device: {load.device!r}; allowed are 'cpu' and 'cuda'")
+    if load.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: 'cuda' was asked for, and there is no GPU")
+    model = model_config(MODELS[load.model])
+    planned, asked = plan(load), prompts(load, model.vocab_size)
+    rows: dict[str, dict[str, Any]] = {}
+    began, longest, left_out = time.monotonic(), 0.0, []
+    with steps(len(planned), console) as announce:
+        for name, options in planned:
+            if time.monotonic() - began + longest > load.budget_s:
+                left_out.append(name)
+                continue
+            started = time.monotonic()
+            announce(name)
+            if (twin := next((row for row in rows.values() if row["options"] == options), None)) is not None:
+                rows[name] = twin
+                continue
+            rows[name] = {**_measure(load, model, options, asked), "options": options}
+            longest = max(longest, time.monotonic() - started)
+    return {"workload": vars(load), "rows": rows, "left_out": left_out, "ttft_p99_drop": _drop(rows)}
+
+
+def _measure(load: Workload, model: ModelConfig, options: dict[str, Any], asked: list[list[int]]) -> dict[str, Any]:
+    row = Row(load, model, options)
+    try:
+        sampling = Sampling(temperature=0, max_tokens=load.answer)
+        warm = Sampling(temperature=0, max_tokens=2)
+        ids = random.Random("warm")
+        row.llm.generate([[ids.randrange(model.vocab_size) for _ in range(64)] for _ in range(4)], warm)
+        row.use = _Use()
+        # made before the clock starts: hashing a prompt would hold the interpreter, and so the engine
+        return row.run([row.llm.request(prompt, sampling) for prompt in asked])
+    finally:
+        row.close()
+        del row
+        gc.collect()
+        if load.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    load = figures["workload"]
+    table = Table(
+        title=f"{load['requests']} requests, {load['concurrency']} at a time, model {load['model']} on {load['device']}"
+    )
+    table.add_column("")
+    for name in ("TTFT p50 ms", "p99 ms", "tokens/s", "rows a step", "pages held", "slots used", "cached", "preempted"):
+        table.add_column(name, justify="right")
+    for name, row in figures["rows"].items():
+        table.add_row(
+            name, f"{row['ttft_p50_ms']:.0f}", f"{row['ttft_p99_ms']:.0f}", f"{row['tokens_s']:.0f}",
+            f"{row['rows']:.1f}", f"{row['held']:.0%}", f"{row['used']:.0%}", f"{row['cached']:.0%}",
+            str(row["preemptions"]),
+        )  # fmt: skip
+    console.print(table)
+    if figures["ttft_p99_drop"] is not None:
+        console.print(f"TTFT p99 falls by {figures['ttft_p99_drop']:.0%} from the baseline to everything on")
+    if figures["left_out"]:
+        console.print(f"left out for want of time: {', '.join(figures['left_out'])}")
+
+
+def _drop(rows: dict[str, dict[str, Any]]) -> float | None:
+    """By how much TTFT p99 falls from the baseline to everything on; None when either was not measured."""
+    steps_up = [name for name in rows if name.startswith("+ ")]
+    if "baseline" not in rows or not steps_up or rows[steps_up[-1]]["options"]:
+        return None
+    return round(1 - rows[steps_up[-1]]["ttft_p99_ms"] / rows["baseline"]["ttft_p99_ms"], 4)
