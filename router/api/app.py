@@ -56,6 +56,8 @@ class Api:
         deadline = time.monotonic() + timeout_s
         while services.in_flight and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+        if services.tracing is not None:
+            await asyncio.to_thread(services.tracing.close)
         return services.in_flight == 0
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,6 +21,7 @@ from router.api.sampling import build_sampling, check_common, text_options
 from router.api.schemas.chat import ChatRequest
 from router.api.schemas.common import GenerationRequest, Request
 from router.text.output import Piece
+from router.tracing import RequestTrace, traced
 
 R = TypeVar("R", bound=Request)
 G = TypeVar("G", bound=GenerationRequest)
@@ -203,21 +204,26 @@ class ChunkedAnswering(Answering):
 async def serve(call: Call, plan: Plan, answering: Answering, prefix: str) -> None:
     """Admits the plan, then streams or collects. Nothing is sent before admission."""
     services = call.services
-    run = await Run.admit(services.backend, services.card.tokenizer, plan, services.metrics, prefix)
-    answering.begin(f"{prefix}-{call.request_id}", int(time.time()))
-    try:
-        if answering.options.stream:
-            await _stream(call, run, answering)
-        else:
-            async with run.within_deadline():
-                async for choice, piece in run.pieces():
-                    answering.add(choice, piece)
-            await call.send_json(200, answering.whole(run))
-    finally:
-        run.close()
+    with traced(services.tracing, prefix, plan, call.headers) as trace:
+        if trace is not None:
+            plan = replace(plan, trace=trace.traceparent)
+        run = await Run.admit(services.backend, services.card.tokenizer, plan, services.metrics, prefix)
+        if trace is not None:
+            trace.admitted(run)
+        answering.begin(f"{prefix}-{call.request_id}", int(time.time()))
+        try:
+            if answering.options.stream:
+                await _stream(call, run, answering, trace)
+            else:
+                async with run.within_deadline():
+                    async for choice, piece in run.pieces():
+                        answering.add(choice, piece)
+                await call.send_json(200, answering.whole(run))
+        finally:
+            run.close()
 
 
-async def _stream(call: Call, run: Run, answering: Answering) -> None:
+async def _stream(call: Call, run: Run, answering: Answering, trace: RequestTrace | None) -> None:
     await call.start_events()
     try:
         async with run.within_deadline():
@@ -227,4 +233,6 @@ async def _stream(call: Call, run: Run, answering: Answering) -> None:
     except Exception as error:
         failure = as_api_error(error, call.request_id)
         call.services.metrics.failed(failure.code or "error")
+        if trace is not None:
+            trace.fail(failure.code or "error")
         await call.end_events(answering.failure(failure))

@@ -44,6 +44,8 @@ class ApiOptions(BaseModel):
     """think: what stands in <think> tags becomes reasoning_content; auto: where the chat template knows the tags."""
     log_requests: bool = False
     """One line per request on the ``everwarm.access`` logger; never prompt text."""
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+")
+    """OpenTelemetry collector that gets a span per request, by OTLP over HTTP, as http://HOST:4318; none: no spans."""
     metric_prefix: Literal["everwarm", "vllm"] = "everwarm"
     """``vllm`` gives metrics vLLM's names, for dashboards that look for them."""
 

@@ -52,6 +52,7 @@ class Choice:
     num_cached: int = 0
     prompt_logprobs: list[Logprob | None] | None = None
     last_token_s: float | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Run:
     backend: Backend
     prefix: str
     deadline_at_s: float | None = None
+    first_token_s: float | None = None
+    """Of any choice, on the monotonic clock as ``started_s``."""
     _pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     @classmethod
@@ -193,11 +196,13 @@ class Run:
         now = time.monotonic()
         if count := output.num_tokens - before:
             if choice.last_token_s is None:
+                self.first_token_s = self.first_token_s or now
                 self.metrics.first_token(now - self.started_s, len(choice.prompt.ids), choice.num_cached)
             else:
                 self.metrics.tokens(count, now - choice.last_token_s)
             choice.last_token_s = now
         if piece.finish_reason is not None:
+            choice.finish_reason = piece.finish_reason
             self.metrics.finished(piece.finish_reason, now - self.started_s, output.num_tokens)
             if delta.finish is None:
                 choice.ticket.cancel()

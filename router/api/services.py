@@ -16,6 +16,7 @@ from router.text.grammar_process import Vocabulary
 from router.text.memo import TokenMemo
 from router.text.reasoning import END
 from router.text.tools import Format, format_of
+from router.tracing import Tracing
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Services:
     """None: the template teaches a format not known here."""
     reasons: bool
     """Answers may hold reasoning in <think> tags."""
+    tracing: Tracing | None = None
     draining: bool = False
     in_flight: int = 0
 
@@ -52,6 +54,7 @@ class Services:
             ),
             _tool_format(template, options),
             options.reasoning_parser == "think" or (options.reasoning_parser == "auto" and _knows_thinking(template)),
+            Tracing(options.otlp_endpoint, card.name) if options.otlp_endpoint else None,
         )
 
     def check_open(self) -> None:
