@@ -7,7 +7,7 @@ a rejected one has the model's distribution without it, and more than that, the 
 speculate: the noise is a function of (seed, position).
 
 How far to guess is decided per request and step, by how often its guesses came right (:class:`replica.pace.Pace`) and
-what a token more in a step costs (:class:`replica.step_time.StepTimeModel`). Guesses follow a request's last token,
+what a token more in a step costs (:class:`replica.token_cost.TokenCost`). Guesses follow a request's last token,
 which must be on the host: while any request drafts, the loop reads a step back before it launches the next. Requests
 without guesses worth verifying run ahead as ever.
 """
@@ -23,13 +23,12 @@ from replica.config import ResolvedConfig
 from replica.ngram import NgramDrafter
 from replica.pace import Pace
 from replica.page_pool import PagePool
-from replica.step_time import StepShape, StepTimeModel
+from replica.step_time import StepTimeModel
+from replica.token_cost import TokenCost
 
 if TYPE_CHECKING:
     from replica.request import Request
     from replica.turn import Turn
-
-LEAST_PRICE = 0.02
 
 
 class Drafter(Protocol):
@@ -66,8 +65,9 @@ class Speculation:
         self.num_verifications = 0
         self._wishes: dict[Request, np.ndarray] = {}
         """Guesses after the last known token. What can't be granted is dropped at the next step."""
-        self._step_time = step_time
-        self._price = LEAST_PRICE
+        self._cost = TokenCost()
+        self._price = self._cost.price(1)
+        step_time.on_decode = self._cost.learn
 
     @classmethod
     def of(cls, config: ResolvedConfig, step_time: StepTimeModel) -> Speculation | None:
@@ -86,7 +86,7 @@ class Speculation:
 
     def extend(self, turn: Turn, pool: PagePool, page_size: int) -> None:
         """Lengthens decoding rows by guesses, from what budget and pages are left: they hold nobody up."""
-        self._update_price(turn)
+        self._price = self._cost.price(len(turn.grants))
         for request, guesses in list(self._wishes.items()):
             if request not in turn.grants:  # ended, preempted, or without budget for its next token
                 del self._wishes[request]
@@ -130,15 +130,6 @@ class Speculation:
             pace.looked(not length, self.drafter.longest_rest)
         if len(guesses):
             self._wishes[request] = guesses
-
-    def _update_price(self, turn: Turn) -> None:
-        """Of a token more in this step, in tokens: the time that it takes, at the rate of the step without guesses."""
-        rows = len(turn.grants)
-        shape = StepShape(context=sum(request.num_computed for request in turn.grants), running=rows)
-        one = self._step_time.predict(shape)
-        shape.running += 1
-        marginal = self._step_time.predict(shape) - one
-        self._price = min(1.0, max(LEAST_PRICE, marginal * rows / max(one, 1e-3)))
 
     def _count(self, num_right: int, num_guesses: int) -> None:
         self.num_verifications += 1

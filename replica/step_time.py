@@ -3,7 +3,8 @@
     ms = a * u + b * quad + t0 + k1 * context + k2 * running
 
 summed over a step's rows: u new prefill tokens, quad = sum of u_i * (c_i + u_i / 2) with c_i tokens of context before
-them (the attention's share), context = tokens attended by decoding rows, running = decoding rows.
+them (the attention's share), context = tokens attended by decoding rows, running = tokens of decoding rows (one each,
+more where guesses are verified).
 
 Recursive least squares in information form (Ljung, System Identification, 1999, section 11.2), with three departures.
 Steps with and without prefill forget separately, so an hour of pure decoding does not erase what prefill costs. Errors
@@ -13,6 +14,7 @@ Coefficients are kept non-negative by an active set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +53,13 @@ class StepTimeModel:
         self._theta = self._prior
         self._pending: list[tuple[float, ...]] = []
         self._block = BLOCK[0]
+        self.on_decode: Callable[[int, float], None] | None = None
+        """Hears of each step without prefill: its tokens and milliseconds."""
 
     def update(self, shape: StepShape, ms: float) -> None:
         """Learns from a step that took ``ms``; the work is done once per block of steps."""
+        if self.on_decode is not None and not shape.prefill_tokens:
+            self.on_decode(shape.running, ms)
         self._pending.append(
             (shape.prefill_tokens, shape.prefill_quad, 1.0, shape.context, shape.running, max(ms, 1e-3))
         )

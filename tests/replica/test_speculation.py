@@ -24,6 +24,7 @@ from replica.pace import Pace
 from replica.runner import ModelRunner, choose_ops
 from replica.step_time import StepShape
 from replica.stub import expected_ids
+from replica.token_cost import PRIOR, TokenCost
 from router.wire import Finish, Sampling
 
 SEED = 7
@@ -48,7 +49,7 @@ def drafting(wrong_every: int = 5, **options) -> Harness:
 def at_no_price(engine: Engine) -> None:
     """How far it guesses shall not depend on how busy this machine is."""
     if engine.speculation is not None:
-        engine.speculation._update_price = lambda turn: None
+        engine.speculation._cost.price = lambda rows: 0.02
 
 
 def assert_speculated(info: dict) -> None:
@@ -430,17 +431,34 @@ def test_lookup_against_a_plain_search() -> None:
 
 
 def test_a_token_more_costs_what_the_steps_say() -> None:
-    """A decode step of 20 ms + 2 ms a row: alone another token costs 1 / 11 of one; at batch 40 it costs 4 / 5."""
-    for rows, price in ((1, 2 / 22), (40, 2 * 40 / 100)):
-        harness = Harness(speculative="ngram", max_batch_size=64, async_scheduling=False)
-        model = harness.engine.step_time
-        for i in range(200):
-            shape = StepShape(running=1 + i % 50, context=100 * (1 + i % 7), prefill_tokens=100 * (i % 3 == 0))
-            model.update(shape, 20 + 2 * shape.running + 0.5 * shape.prefill_tokens)
-        for i in range(rows):
-            harness.submit(prompt_of(10, seed=i), max_tokens=40)
-        harness.step(12)
-        assert harness.engine.info()["speculation"]["price"] == pytest.approx(price, rel=0.1)
+    """A step of 20 ms + 2 ms a token: at one row another token costs 1 / 11 of one; at 40 rows 4 / 5."""
+    rng, cost = random.Random(0), TokenCost()
+    assert cost.price(1) == pytest.approx(PRIOR)
+    for _ in range(50):
+        cost.learn(1, 22 * rng.gauss(1, 0.05))
+    assert cost.price(1) == pytest.approx(PRIOR, rel=0.01), "steps of one size tell nothing"
+    for i in range(100):
+        tokens = 1 + 4 * (i % 3)
+        cost.learn(tokens, (20 + 2 * tokens) * rng.gauss(1, 0.05) * (30 if i == 50 else 1))
+    assert cost.price(1) == pytest.approx(2 / 22, rel=0.15)
+    for _ in range(300):
+        tokens = rng.randrange(30, 50)
+        cost.learn(tokens, 20 + 2 * tokens)
+    assert cost.price(40) == pytest.approx(80 / 100, rel=0.1)
+    for _ in range(300):
+        cost.learn(rng.randrange(1, 9), 7.0)
+    assert cost.price(1) == 0.02, "free, and even what gets cheaper is not taken for less"
+
+
+def test_the_engine_measures_what_a_token_more_costs() -> None:
+    harness = Harness(speculative="ngram")
+    for i in range(90):
+        harness.engine.step_time.update(StepShape(running=1 + i % 5), 1e4 + 2e3 * (i % 5))
+        harness.engine.step_time.update(StepShape(running=1, prefill_tokens=500), 7.0)
+    harness.submit(prompt_of(20), max_tokens=2)
+    harness.step()
+    assert harness.engine.info()["speculation"]["price"] == pytest.approx(0.2, rel=0.1)
+    harness.finish()
 
 
 def test_pace_follows_what_comes_right_and_what_it_costs() -> None:
