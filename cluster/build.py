@@ -249,6 +249,7 @@ def open_router(
         options=dispatch,
     )
     app = create_app(dispatcher, card, api)
+    app.services.metrics.router = name
     app.services.metrics.registry.register(PlaneCollector(dispatcher, api.metric_prefix))
     return dispatcher, app
 

@@ -61,6 +61,8 @@ class Metrics:
     def __init__(self, model: str, prefix: str) -> None:
         self.registry = CollectorRegistry()
         self._prefix = prefix
+        self.router: str | None = None
+        """Name in the label ``router`` of what this router counts; None: no such label."""
         labels, registry = ["model_name"], self.registry
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -131,7 +133,23 @@ class Metrics:
         """Prometheus text of this router's own and the replicas' figures."""
         registry = CollectorRegistry()
         registry.register(_Engines(self._prefix, self._model, list(engines)))
-        return generate_latest(self.registry) + generate_latest(registry)
+        own = self.registry if self.router is None else CollectorRegistry()
+        if self.router is not None:
+            own.register(_OfRouter(self.registry, self.router))
+        return generate_latest(own) + generate_latest(registry)
+
+
+class _OfRouter(Collector):
+    """A registry's samples with the label ``router``: behind one address each scrape meets another router, and without
+    it their counters would take turns in one series."""
+
+    def __init__(self, registry: CollectorRegistry, router: str) -> None:
+        self._registry, self._router = registry, router
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [s._replace(labels={**s.labels, "router": self._router}) for s in metric.samples]
+            yield metric
 
 
 class _TokenTimes(Collector):

@@ -39,6 +39,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 def exported() -> dict[str, set[str]]:
     """Sample name -> its labels, as a router that has served one request writes them."""
     metrics = Metrics("m", "everwarm")
+    metrics.router = "router-1"
     metrics.registry.register(PlaneCollector(Dispatcher(b"s" * 32)))
     metrics.first_token(0.1, 10, 5)
     metrics.tokens(2, 0.01)
@@ -60,6 +61,13 @@ def exported() -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def test_what_a_router_counts_names_the_router(exported: dict[str, set[str]]) -> None:
+    """Behind one Service each scrape meets another router; a replica's own figures are the same from all of them."""
+    assert "router" in exported["everwarm:generation_tokens_total"] & exported["everwarm:directory_pages"]
+    assert "router" in exported["everwarm:time_to_first_token_seconds_bucket"]
+    assert exported["everwarm:num_requests_running"] == {"model_name", "replica"}
 
 
 def names(expression: str) -> set[str]:
