@@ -42,6 +42,18 @@ class LayerKV:
 
 
 @dataclass
+class SharedSplits:
+    """Splits of the context that several requests with one new token have in common, to be read once for all of them.
+
+    items int32 [I, 1 + members]: index of the split, then the requests (-1: none); index -1: no item. covered int32
+    [R]: leading tokens of each request that items cover, whole splits of ``split`` tokens."""
+
+    items: torch.Tensor
+    covered: torch.Tensor
+    split: int
+
+
+@dataclass
 class AttentionMeta:
     """Where each of M packed tokens sits. R requests; all int32 on the device; ``slots`` int64 or int32.
 
@@ -62,6 +74,7 @@ class AttentionMeta:
     cu_q_host: list[int]
     kv_len_host: list[int]
     uneven: bool = False
+    shared: SharedSplits | None = None
     extra: dict[str, Any] | None = None
     """An implementation's own per-batch preparation, made once per step."""
 
@@ -123,7 +136,7 @@ class Ops(Protocol):
         ...
 
     def linear_add(self, x: torch.Tensor, weight: torch.Tensor, residual: Stream, next_norm: torch.Tensor) -> Stream:
-        """residual.h + x @ weight.T; a fused implementation also writes ``scaled`` and ``sumsq`` for next_norm."""
+        """residual.h + x @ weight.T; may overwrite x. A fused implementation also writes ``scaled`` and ``sumsq`` for next_norm."""
         ...
 
     def norm_mlp(self, x: Stream, norm: torch.Tensor, eps: float, gate_up: torch.Tensor) -> torch.Tensor:

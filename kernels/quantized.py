@@ -3,8 +3,10 @@
     y[m, n] = xs[m] * ws[n] * sum_k xq[m, k] wq[n, k],    xq = round(x / xs), xs = max|x[m]| / 127, ws alike
 
 The sum is an exact int32, so a row's result has the same bits whatever else is in the batch. Where the CPU has the
-instructions for it (VNNI), oneDNN multiplies packed weights and scales by ws while it writes; elsewhere
-``torch._int_mm`` multiplies plain ones. Both give the same bits.
+instructions for it (VNNI), oneDNN multiplies packed weights and scales by ws while it writes; few rows, and other
+CPUs, take ``torch._int_mm`` on plain ones, which starts quicker. Both give the same bits.
+
+Constant factors of the rows' scales (1 / 127, and the square root of the width after a norm) are kept in ws.
 """
 
 from __future__ import annotations
@@ -17,43 +19,54 @@ import torch.nn.functional as F
 from kernels.interface import Stream
 from kernels.reference import TorchOps
 
-LEAST = 1e-12
-"""Under the largest magnitude of a row, so that a row of zeros divides by something."""
 ROLES = frozenset(("qkv", "o", "gate_up", "down", "head"))
 """Every product. On the default model this costs 4 % of perplexity, of which the head 1 % and ``down`` 1.5 %."""
+_NORMED = ("qkv", "gate_up", "head")
+"""Roles whose input is normed first."""
+LEAST = 1e-12
+"""Under the largest magnitude of a row, so that a row of zeros divides by something."""
 MAX_DOT = 1 << 17
 """Longest sum that int32 holds: 127 * 128 * 2^17 < 2^31."""
+FEW_ROWS = 16
+"""Up to so many, a packed product's start (35 us) outweighs what it saves."""
+FEW_OUT = 16384
+"""Wider weights (heads) are faster packed at any number of rows, and need no plain copy."""
 
 
 @dataclass(frozen=True)
 class Int8Linear:
-    """``scales`` fp32 [out]; codes int8 [out, in], or packed by oneDNN."""
+    """``scales`` fp32 [out]: ws and the constant factors; ``plain`` int8 [out, in]; ``packed`` by oneDNN. Either may be
+    missing, not both."""
 
     scales: torch.Tensor
-    codes: torch.Tensor
-    packed: bool
-    size: int
-    """Of the codes, bytes."""
+    plain: torch.Tensor | None
+    packed: torch.Tensor | None
 
     @classmethod
-    def of(cls, weight: torch.Tensor, packed: bool) -> Int8Linear:
-        """weight fp32 [out, in]. Raises ValueError for rows that int32 can't sum."""
-        if weight.shape[1] > MAX_DOT:
-            raise ValueError(f"quantization: w8a8 sums at most {MAX_DOT} products, this layer has {weight.shape[1]}")
+    def of(cls, weight: torch.Tensor, *, factor: float = 1.0, pack: bool = True) -> Int8Linear:
+        """weight fp32 [out, in]; ``factor`` of the scales. Raises ValueError for rows that int32 can't sum."""
+        out, wide = weight.shape
+        if wide > MAX_DOT:
+            raise ValueError(f"quantization: w8a8 sums at most {MAX_DOT} products, this layer has {wide}")
         scales = weight.abs().amax(1).clamp_min_(LEAST).div_(127)
         codes = weight.div(scales[:, None]).round_().to(torch.int8)
-        if packed:
-            codes = torch.ops.onednn.qlinear_prepack(codes, None)
-        return cls(scales, codes, packed, weight.numel())
+        packed = torch.ops.onednn.qlinear_prepack(codes, None) if pack else None
+        return cls(scales.mul_(factor / 127), codes if out < FEW_OUT or not pack else None, packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the codes."""
+        return sum(codes.numel() for codes in (self.plain, self.packed) if codes is not None)
 
     def __call__(self, codes: torch.Tensor) -> torch.Tensor:
         """int8 [M, in], overwritten -> fp32 [M, out], still without the rows' own scales."""
-        if not self.packed:
-            return torch._int_mm(codes, self.codes.t()).to(torch.float32).mul_(self.scales)
+        if self.packed is None or (self.plain is not None and codes.shape[0] <= FEW_ROWS):
+            assert self.plain is not None
+            return torch._int_mm(codes, self.plain.t()).to(torch.float32).mul_(self.scales)
         # oneDNN wants unsigned activations; the sign bit flipped adds 128, which it takes back as the zero point.
         shifted = codes.view(torch.uint8).bitwise_xor_(128)
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            shifted, 1.0, 128, self.codes, self.scales, None, None, 1.0, 0, torch.float32, "none", [], ""
+            shifted, 1.0, 128, self.packed, self.scales, None, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return out
 
@@ -65,10 +78,18 @@ def packs() -> bool:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x fp32 [M, K] -> (codes int8 [M, K], scales fp32 [M, 1]). What is not finite makes its row's scale so too."""
+    """x fp32 [M, K], overwritten -> (codes int8 [M, K], largest magnitudes fp32 [M, 1]). What is not finite makes its
+    row's magnitude so too."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(LEAST)
-    codes = torch.mul(x, largest.reciprocal().mul_(127)).round_().to(torch.int8)
-    return codes, largest.div_(127)
+    return x.mul_(127 / largest).round_().to(torch.int8), largest
+
+
+def _quantize_normed(x: Stream, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_rows(rms_norm(h, norm)), magnitudes without the factor sqrt(hidden). The norm's own factor is a row's,
+    so it goes into the scale: one pass less."""
+    codes, largest = quantize_rows(torch.mul(x.h, norm))
+    length = torch.linalg.vector_norm(x.h, 2, -1, True)
+    return codes, largest.mul_(length.mul_(length).add_(x.h.shape[-1] * eps).rsqrt_())
 
 
 class Int8Ops(TorchOps):
@@ -85,7 +106,8 @@ class Int8Ops(TorchOps):
         """A quantized weight's scales [out], by which this implementation finds the rest."""
         if role not in self._roles:
             return super().prepare(role, weight)
-        linear = Int8Linear.of(weight, self._packs)
+        factor = weight.shape[1] ** 0.5 if role in _NORMED else 1.0
+        linear = Int8Linear.of(weight, factor=factor, pack=self._packs)
         self._linears[linear.scales.data_ptr()] = linear
         return linear.scales
 
@@ -128,17 +150,8 @@ class Int8Ops(TorchOps):
     @property
     def quantized_bytes(self) -> int:
         """Of the codes; the scales are what the decoder holds."""
-        return sum(linear.size for linear in self._linears.values())
+        return sum(linear.num_bytes for linear in self._linears.values())
 
     def choices(self) -> dict[str, str]:
-        how = "oneDNN, packed" if self._packs else "torch._int_mm: no VNNI here"
-        fp32 = sorted(ROLES - self._roles)
-        return {"products": how, "kept fp32": ", ".join(fp32) or "none"}
-
-
-def _quantize_normed(x: Stream, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_rows(rms_norm(h, norm)). The norm's own factor is a row's, so it goes into the scale: one pass less."""
-    size = x.h.shape[-1]
-    codes, scales = quantize_rows(torch.mul(x.h, norm))
-    factor = torch.linalg.vector_norm(x.h, 2, -1, True).square_().add_(size * eps).rsqrt_()
-    return codes, scales.mul_(factor).mul_(size**0.5)
+        how = f"oneDNN, packed; torch._int_mm up to {FEW_ROWS} rows" if self._packs else "torch._int_mm: no VNNI here"
+        return {"products": how, "kept fp32": ", ".join(sorted(ROLES - self._roles)) or "none"}

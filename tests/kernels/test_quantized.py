@@ -22,13 +22,15 @@ def site(quantization: str) -> Site:
 
 
 @pytest.mark.parametrize("packed", [False, PACKED])
-@pytest.mark.parametrize(("rows", "wide", "out"), [(1, 64, 96), (5, 576, 960), (130, 1536, 64), (3, 17, 5)])
+@pytest.mark.parametrize(
+    ("rows", "wide", "out"), [(1, 64, 96), (5, 576, 960), (130, 1536, 64), (3, 17, 5), (2, 64, quantized.FEW_OUT)]
+)
 def test_it_is_the_exact_product_of_the_codes(packed: bool, rows: int, wide: int, out: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(out, wide), torch.randn(rows, wide)
-    linear = Int8Linear.of(weight, packed)
-    codes, scales = quantize_rows(x)
-    plain = Int8Linear.of(weight, False).codes
+    linear, plain = Int8Linear.of(weight, pack=packed), Int8Linear.of(weight, pack=False).plain
+    codes, scales = quantize_rows(x.clone())
+    assert plain is not None
     exact = (codes.long() @ plain.t().long()).to(torch.float32) * linear.scales
     assert torch.equal(linear(codes.clone()), exact)
     alone = torch.cat([linear(codes[i : i + 1].clone()) for i in range(rows)])
@@ -39,7 +41,8 @@ def test_it_is_the_exact_product_of_the_codes(packed: bool, rows: int, wide: int
 
 def test_rounding_stays_within_half_a_step() -> None:
     x = torch.randn(6, 40) * torch.tensor([1e-9, 1e-3, 1.0, 1e3, 1e9, 1.0])[:, None]
-    codes, scales = quantize_rows(x)
+    codes, largest = quantize_rows(x.clone())
+    scales = largest / 127
     assert codes.abs().amax(-1).tolist() == [127] * 6
     assert ((codes * scales - x).abs() <= 0.501 * scales).all()
     zeros, scale = quantize_rows(torch.zeros(2, 8))
@@ -58,7 +61,7 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_sums_that_overflow_are_refused() -> None:
     assert quantized.MAX_DOT * 127 * 128 < 2**31
     with pytest.raises(ValueError, match="at most 131072"):
-        Int8Linear.of(torch.zeros(1, quantized.MAX_DOT + 1), False)
+        Int8Linear.of(torch.zeros(1, quantized.MAX_DOT + 1))
 
 
 @pytest.mark.parametrize("kept", [frozenset[str](), frozenset({"down", "head"})])
@@ -75,8 +78,8 @@ def test_operations_are_close_to_fp32_and_kept_roles_are_fp32(kept: frozenset[st
     results = [
         (
             ops.norm_linear(x, norm, 1e-5, w["qkv"], bias), ops.norm_linear(x, norm, 1e-5, w["qkv"], None),
-            ops.linear_add(x.h, w["o"], x, norm).h, ops.norm_mlp(x, norm, 1e-5, w["gate_up"]),
-            ops.linear_add(inner, w["down"], x, norm).h, ops.norm_logits(x, rows, norm, 1e-5, w["head"]),
+            ops.linear_add(x.h.clone(), w["o"], x, norm).h, ops.norm_mlp(x, norm, 1e-5, w["gate_up"]),
+            ops.linear_add(inner.clone(), w["down"], x, norm).h, ops.norm_logits(x, rows, norm, 1e-5, w["head"]),
             ops.norm_logits(x, None, norm, 1e-5, w["head"]),
         )
         for ops, w in zip((ours, exact), both, strict=True)
@@ -86,7 +89,7 @@ def test_operations_are_close_to_fp32_and_kept_roles_are_fp32(kept: frozenset[st
         same = torch.equal(got, want)
         assert same == (index >= 4 and bool(kept)), index
         assert (got - want).norm() < 0.03 * want.norm(), index
-    assert ours.quantized_bytes == sum(w.numel() for role, w in made.items() if role not in kept)
+    assert ours.quantized_bytes == (1 + packs()) * sum(w.numel() for role, w in made.items() if role not in kept)
     assert ours.choices()["kept fp32"] == (", ".join(sorted(kept)) or "none")
 
 
