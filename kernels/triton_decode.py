@@ -6,10 +6,13 @@ happen here, and the new token is attended from registers, so nothing waits for 
 
     context      |----- split 0 -----|----- split 1 -----|-- split 2 --*   * = the new token, position kv_len - 1,
                                                                            handled by the split that contains it
+
+Leading splits that several requests have in common are left to :mod:`kernels.triton_shared`, which reads them once.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,22 +20,10 @@ import triton
 import triton.language as tl
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
+from kernels.triton_attend import INDEX, LOG2E, attend, norm_rope
 from kernels.triton_common import Launch, next_power_of_2, pdl_trigger, pdl_wait
+from kernels.triton_shared import shared_attention
 from kernels.tuning import DecodeConfig
-
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def norm_rope(a, b, w_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """RMSNorm over the head (if NORM) and rotate-half RoPE of rows given as two halves [rows, D / 2], fp32."""
-    H: tl.constexpr = D // 2
-    rh = tl.arange(0, H)
-    if NORM:
-        r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)
-        a = a * r[:, None] * tl.load(w_ptr + rh).to(tl.float32)[None, :]
-        b = b * r[:, None] * tl.load(w_ptr + H + rh).to(tl.float32)[None, :]
-    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
@@ -56,52 +47,20 @@ def _new_token(qkv_ptr, kw_ptr, cos, sin, kc_ptr, vc_ptr, slot, row, kvh, eps, w
     return a.to(tl.float32), b.to(tl.float32), v.to(tl.float32)
 
 
-@triton.jit
-def _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr, start, end, kvh, scale, HKV: tl.constexpr,
-            D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax of the packed rows over cached tokens [start, end); BLOCK divides start."""
-    H: tl.constexpr = D // 2
-    rh = tl.arange(0, H)
-    rd = tl.arange(0, D)
-    dt = q1.dtype
-    # Counting blocks, not tokens, shows the compiler where blocks start: pages are then looked up once per page.
-    for i in tl.range(start // BLOCK, tl.cdiv(end, BLOCK), num_stages=STAGES):
-        tok = i * BLOCK + tl.arange(0, BLOCK)
-        ok = tok < end
-        page = tl.load(table_ptr + tok // PAGE, mask=ok, other=0).to(tl.int64)
-        base = ((page * PAGE + tok % PAGE) * HKV + kvh) * D
-        ka = tl.load(kc_ptr + base[None, :] + rh[:, None], mask=ok[None, :], other=0.0).to(dt)
-        kb = tl.load(kc_ptr + base[None, :] + rh[:, None] + H, mask=ok[None, :], other=0.0).to(dt)
-        v = tl.load(vc_ptr + base[:, None] + rd[None, :], mask=ok[:, None], other=0.0).to(dt)
-        s = tl.dot(q1, ka, input_precision="ieee")
-        s = tl.dot(q2, kb, s, input_precision="ieee")
-        s = tl.where(ok[None, :], s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
-        alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(tl.fma(s, scale, -m_new[:, None]))
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(dt), v, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_new
-    return m_i, l_i, acc
-
-
-INDEX = ["table_ptr", "len_ptr", "cu_q_ptr", "slot_ptr", "pos_ptr"]
-"""Read element by element: a kernel is not compiled again for another alignment of these."""
-
-
 @triton.jit(do_not_specialize=["eps", "scale", "max_pages", "split", "max_split"], do_not_specialize_on_alignment=INDEX)
 def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_ptr,
-                            slot_ptr, out_ptr, part_ptr, lse_ptr, scale, eps, max_pages, split, max_split,
+                            slot_ptr, covered_ptr, out_ptr, part_ptr, lse_ptr, scale, eps, max_pages, split, max_split,
                             HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                             PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
                             QK_NORM: tl.constexpr, SINGLE: tl.constexpr, ALL_DECODE: tl.constexpr,
-                            PDL: tl.constexpr, TRIGGER: tl.constexpr):  # fmt: skip
+                            SHARED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr):  # fmt: skip
     """Grid (HKV, max_split, R). qkv [M, (HQ + 2 HKV) * D]; cache [pages, PAGE, HKV, D]; table [R, max_pages].
 
     FUSED: qkv is raw. Otherwise its q part is normed and rotated already and the new token is in the cache.
     SINGLE: one program covers the whole context, nothing is combined afterwards.
     ALL_DECODE: request b is row b; otherwise rows come from cu_q and requests with more than one new token are left
-    to the prefill kernel. Requests of length 0 are skipped and their output rows stay as they are."""
+    to the prefill kernel. Requests of length 0 are skipped and their output rows stay as they are.
+    SHARED: splits below covered[b] are someone else's."""
     kvh = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.program_id(2)
@@ -115,7 +74,8 @@ def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, v
         if tl.load(cu_q_ptr + b + 1) - row != 1:
             return
     start = part * split
-    if start >= kv_len:
+    covered = tl.load(covered_ptr + b) if SHARED else 0
+    if (start >= kv_len) | (start < covered):
         return
     rg = tl.arange(0, ROWS)
     rh = tl.arange(0, H)
@@ -146,8 +106,8 @@ def decode_attention_kernel(qkv_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, kc_ptr, v
         m_i = tl.where(mine, s * scale, float("-inf"))
         l_i += tl.where(mine, 1.0, 0.0)
         acc += tl.where(mine, 1.0, 0.0) * v[None, :]
-    m_i, l_i, acc = _attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr + b.to(tl.int64) * max_pages, start, end,
-                            kvh, scale, HKV, D, PAGE, BLOCK, STAGES)  # fmt: skip
+    m_i, l_i, acc = attend(q1, q2, m_i, l_i, acc, kc_ptr, vc_ptr, table_ptr + b.to(tl.int64) * max_pages, start, end,
+                           kvh, scale, HKV, D, PAGE, BLOCK, STAGES)  # fmt: skip
     pdl_trigger(TRIGGER, 2)
     _store(acc, m_i, l_i, out_ptr, part_ptr, lse_ptr, row, b, part, kvh, rg, kv_len, split, max_split, HQ, G, D,
            SINGLE)  # fmt: skip
@@ -224,6 +184,9 @@ def decode_attention(
 ) -> None:
     """Writes rows of ``out`` [M, num_heads * head_dim] that belong to requests with one new token."""
     requests = meta.kv_len.shape[0]
+    shared = meta.shared
+    if shared is not None:
+        config = replace(config, split=shared.split)
     single = config.split == 0  # not for short contexts: that would be one more variant to compile
     split = next_power_of_2(max(meta.max_kv, config.block)) if single else config.split
     max_split = 1 if single else triton.cdiv(meta.max_kv, split)
@@ -237,13 +200,16 @@ def decode_attention(
         part = torch.empty(count * shape.head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(count, dtype=torch.float32, device=out.device)
     heads = {"HQ": shape.num_heads, "D": shape.head_dim, "ALL_DECODE": meta.decode_only}
+    if shared is not None:
+        shared_attention(launch, shared, qkv, kv, meta, shape, q_norm, cos, sin, part, lse, max_split, fused=fused)
     launch(
         decode_attention_kernel, (shape.num_kv_heads, max_split, requests), qkv, unused if q_norm is None else q_norm,
         unused if k_norm is None else k_norm, cos, sin, kv.k, kv.v, meta.block_table, meta.kv_len, meta.cu_q,
-        meta.slots, out, part, lse, shape.scale * LOG2E, shape.eps, meta.block_table.stride(0), split, max_split,
-        HKV=shape.num_kv_heads, ROWS=max(16, next_power_of_2(group)), PAGE=meta.page_size, BLOCK=config.block,
-        STAGES=config.stages, FUSED=fused, QK_NORM=q_norm is not None, SINGLE=single,
-        pdl=config.pdl, trigger=config.trigger, num_warps=config.warps, **heads,
+        meta.slots, meta.kv_len if shared is None else shared.covered, out, part, lse, shape.scale * LOG2E, shape.eps,
+        meta.block_table.stride(0), split, max_split, HKV=shape.num_kv_heads, ROWS=max(16, next_power_of_2(group)),
+        PAGE=meta.page_size, BLOCK=config.block, STAGES=config.stages, FUSED=fused, QK_NORM=q_norm is not None,
+        SINGLE=single, SHARED=shared is not None, pdl=config.pdl, trigger=config.trigger, num_warps=config.warps,
+        **heads,
     )  # fmt: skip
     if not single:
         launch(

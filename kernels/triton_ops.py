@@ -26,6 +26,7 @@ from kernels.triton_common import Launcher
 from kernels.triton_decode import decode_attention
 from kernels.triton_gemm import SplitWorkspace, skinny_gemm
 from kernels.triton_gemv import gemv
+from kernels.triton_narrow import narrow_attention
 from kernels.triton_norm import add_norm, embed, silu_mul
 from kernels.triton_prefill import prefill_attention
 from kernels.triton_rope import rope_write
@@ -195,9 +196,15 @@ class TritonOps:
         sin: torch.Tensor,
     ) -> torch.Tensor:
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if kv.k_scale is not None:
+            narrow_attention(
+                self.launch, qkv, kv, meta, shape, q_norm, k_norm, cos, sin, out, splits=not self.deterministic
+            )  # fmt: skip
+            return out
         if meta.decode_only and not self.deterministic:
             rows, heads = meta.kv_len.shape[0], shape.num_kv_heads
-            config = decode_attention_config(rows, heads, meta.max_kv, uneven=meta.uneven)
+            uneven = meta.uneven or meta.shared is not None
+            config = decode_attention_config(rows, heads, meta.max_kv, uneven=uneven)
             decode_attention(self.launch, config, qkv, kv, meta, shape, q_norm, k_norm, cos, sin, out, fused=True)
             return out
         rope_write(self.launch, qkv, kv, meta, shape, q_norm, k_norm, cos, sin)
@@ -207,7 +214,7 @@ class TritonOps:
         single, several = self._new_tokens(meta)
         beside = qkv.is_cuda and single > 0 and several > 0 and qkv.shape[0] > 64
         if several:
-            chunks = self.table.prefill
+            chunks = self.table.prefill_config(qkv.shape[0])
             if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
                 chunks = PrefillConfig(rows=32, block=64, stages=3, warps=2)
             with self._beside() if beside else nullcontext():

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
+from kernels.triton_attend import INDEX, LOG2E
 from kernels.triton_common import Launch
-from kernels.triton_decode import INDEX, LOG2E
 from kernels.tuning import PrefillConfig
 
 
 @triton.jit
-def _find_request(cu_q_ptr, tile, requests, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
+def find_request(cu_q_ptr, tile, requests, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
     """The request of a tile: request r's tiles start at cu_q[r] // TOKENS + r, an upper bound that needs no table."""
     rr = tl.arange(0, SEARCH)
     at_or_before = 0
@@ -73,7 +73,7 @@ def prefill_attention_kernel(qkv_ptr, kc_ptr, vc_ptr, table_ptr, len_ptr, cu_q_p
     TOKENS: tl.constexpr = ROWS // G
     tile = tl.program_id(0)
     kvh = tl.program_id(1)
-    b = _find_request(cu_q_ptr, tile, requests, TOKENS, SEARCH)
+    b = find_request(cu_q_ptr, tile, requests, TOKENS, SEARCH)
     first = tl.load(cu_q_ptr + b)
     new = tl.load(cu_q_ptr + b + 1) - first
     tiles = (new + TOKENS - 1) // TOKENS

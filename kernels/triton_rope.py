@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
+from kernels.triton_attend import INDEX, norm_rope
 from kernels.triton_common import Launch, next_power_of_2, pdl_wait
-from kernels.triton_decode import INDEX, norm_rope
 
 
 @triton.jit

@@ -96,11 +96,11 @@ def fits(config: GemmConfig, n: int, k: int) -> bool:
 
 @dataclass
 class TuningTable:
-    """``gemm``: key -> bucket -> GemmConfig; ``decode``: programs without split -> DecodeConfig (split 0: rule)."""
+    """``gemm``: key -> bucket -> GemmConfig; ``prefill``: tokens of a step, up to -> PrefillConfig (0: any)."""
 
     device: str = "rule"
     gemm: dict[str, dict[int, GemmConfig]] = field(default_factory=dict)
-    prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(128, 128, 3, 8))
+    prefill: dict[int, PrefillConfig] = field(default_factory=lambda: {0: PrefillConfig(64, 64, 3, 4)})
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -116,11 +116,17 @@ class TuningTable:
     def load(cls, path: Path) -> TuningTable:
         raw = json.loads(path.read_text())
         gemm = {key: {int(b): GemmConfig(**entry) for b, entry in rows.items()} for key, rows in raw["gemm"].items()}
-        return cls(raw["device"], gemm, PrefillConfig(**raw["prefill"]), raw.get("notes", {}))
+        prefill = {int(m): PrefillConfig(**entry) for m, entry in raw["prefill"].items()}
+        return cls(raw["device"], gemm, prefill, raw.get("notes", {}))
 
     def dump(self) -> dict[str, Any]:
         gemm = {k: {str(b): asdict(c) for b, c in rows.items()} for k, rows in self.gemm.items()}
-        return {"device": self.device, "notes": self.notes, "prefill": asdict(self.prefill), "gemm": gemm}
+        prefill = {str(m): asdict(c) for m, c in self.prefill.items()}
+        return {"device": self.device, "notes": self.notes, "prefill": prefill, "gemm": gemm}
+
+    def prefill_config(self, m: int) -> PrefillConfig:
+        """Of a step with ``m`` tokens."""
+        return self.prefill[min((b for b in self.prefill if m <= b), default=0)]
 
     def choose(self, role: Role, n: int, k: int, m: int) -> tuple[GemmConfig, str]:
         """Configuration of one product and where it came from ("table", "rule", or why cuBLAS)."""
@@ -149,12 +155,19 @@ def decode_attention_config(
     if programs >= UNSPLIT_PROGRAMS and not uneven:
         block, warps = (64, 2) if programs >= 512 else (128, 4)
         return DecodeConfig(split=0, block=block, stages=3, warps=warps, pdl=True, trigger=0)
-    split, longest = 128, 512 if max_kv <= 5120 else 1024
+    split, longest = 128, longest_split(max_kv)
     while split < longest and split * 640 < programs * max_kv:
         split *= 2
     if programs <= 32:
         return DecodeConfig(split, block=128, stages=3, warps=4, pdl=True, trigger=1)
+    if programs >= 128 and max_kv > 1280:
+        return DecodeConfig(split, block=128, stages=3, warps=4, pdl=True, trigger=0)
     return DecodeConfig(split, block=64, stages=3, warps=2)
+
+
+def longest_split(max_kv: int) -> int:
+    """Tokens of a split where there are programs enough. Splits shared by requests have this length too."""
+    return 512 if max_kv <= 5120 else 1024
 
 
 def uneven_contexts(total: int, longest: int, kv_heads: int) -> bool:
@@ -162,6 +175,12 @@ def uneven_contexts(total: int, longest: int, kv_heads: int) -> bool:
     are programs enough. Unsplit, the kernel takes max(20 ns x longest, 0.11 ns x total x kv_heads); split, it takes the
     latter and about 4 us."""
     return kv_heads * total < 192 * (longest - 200)
+
+
+def sharing_pays(saved: int, kv_heads: int) -> bool:
+    """Whether a kernel for shared splits pays that spares reading ``saved`` tokens again: it costs about 12 us, a token
+    0.11 ns a head."""
+    return kv_heads * saved > 110_000
 
 
 def without_pdl(config: Config) -> Config:

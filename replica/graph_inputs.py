@@ -1,11 +1,12 @@
 """What changes from step to step, for captured steps: packed on the host, copied once, read at fixed addresses.
 
     int32:  width | id M | position M | slot M | cu_q R+1 | kv_len R | sample R | engine slot R | temperature R | key 2R
-            | pages R x width
+            | covered R | item I x (1 + members) | pages R x width
 
 M tokens and R rows are the graph's, not the batch's. Padding tokens have slot -1, which no kernel writes to; padding
 rows have no tokens and length 0. The sampled rows come first in ``sample``, ``engine slot``, ``temperature`` (fp32
-bits) and ``key``. An id of -1 - s is the one sampled last for engine slot s.
+bits) and ``key``. An id of -1 - s is the one sampled last for engine slot s. Graphs that read shared splits once have
+``covered`` and ``item`` (replica/sharing.py); a row of ``item`` that begins with -1 is none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from replica import noise
 from replica.batch import Row
 from replica.sampler import GREEDY_BELOW
+from replica.sharing import Sharing
 
 DEPTH = 3
 """Steps whose packed inputs may be in flight."""
@@ -25,16 +27,19 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets of the fields for M tokens and R rows."""
+    """Offsets of the fields for M tokens and R rows; ``items`` of ``item_width`` ints each."""
 
     tokens: int
     rows: int
+    items: int = 0
+    item_width: int = 0
 
     @property
     def offsets(self) -> dict[str, tuple[int, int]]:
         m, r = self.tokens, self.rows
         sizes = {"width": 1, "ids": m, "positions": m, "slots": m, "cu_q": r + 1, "kv_len": r, "sample": r, "engine": r,
-                 "temperature": r, "keys": 2 * r}  # fmt: skip
+                 "temperature": r, "keys": 2 * r, "covered": r if self.items else 0,
+                 "items": self.items * self.item_width}  # fmt: skip
         found, at = {}, 0
         for name, size in sizes.items():
             found[name] = (at, at + size)
@@ -62,18 +67,18 @@ class GraphInputs:
         begin, end = layout.offsets[name]
         return self.packed[begin : None if name == "pages" else end]
 
-    def send(self, rows: list[Row], layout: Layout) -> None:
+    def send(self, rows: list[Row], layout: Layout, sharing: Sharing | None = None) -> None:
         """Packs the batch and enqueues its copy."""
         self._turn = (self._turn + 1) % DEPTH
         if self._copied:
             self._copied[self._turn].synchronize()
         staging = self._staging[self._turn]
-        used = self.pack(rows, layout, staging.numpy())
+        used = self.pack(rows, layout, staging.numpy(), sharing)
         self.packed[:used].copy_(staging[:used], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
 
-    def pack(self, rows: list[Row], layout: Layout, out: np.ndarray) -> int:
+    def pack(self, rows: list[Row], layout: Layout, out: np.ndarray, sharing: Sharing | None = None) -> int:
         """Writes the fields into ``out`` int32; returns how many ints are used."""
         n, at = len(rows), layout.offsets
         fields = {name: out[begin:end] for name, (begin, end) in at.items()}
@@ -98,6 +103,11 @@ class GraphInputs:
         fields["ids"][total:], fields["positions"][total:], fields["slots"][total:] = 0, 0, -1
         fields["cu_q"][0], fields["cu_q"][1 : n + 1], fields["cu_q"][n + 1 :] = 0, ends, total
         fields["kv_len"][:n], fields["kv_len"][n:] = starts + counts, 0
+        if layout.items:
+            items = fields["items"].reshape(layout.items, layout.item_width)
+            fields["covered"][:], items[:, 0] = 0, -1
+            if sharing is not None:
+                fields["covered"][:n], items[: len(sharing.items)] = sharing.covered, sharing.items
         self._pack_sampling(
             [(row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.num_samples], fields
         )

@@ -21,13 +21,15 @@ from typing import Any, Literal
 
 import torch
 
-from kernels.interface import AttentionMeta, Draw, LayerKV
+from kernels.interface import AttentionMeta, Draw, LayerKV, SharedSplits
 from kernels.triton_common import Launcher
 from kernels.triton_inputs import unpack_inputs
-from kernels.tuning import UNSPLIT_PROGRAMS, uneven_contexts
+from kernels.triton_shared import members
+from kernels.tuning import UNSPLIT_PROGRAMS, longest_split, sharing_pays, uneven_contexts
 from replica.batch import Row
 from replica.graph_inputs import GraphInputs, Layout
 from replica.model import Decoder
+from replica.sharing import Sharing, find_sharing
 
 log = logging.getLogger("everwarm.replica")
 
@@ -40,12 +42,17 @@ WIDE_CONTEXTS = (5120, 40960)
 MIXED_TOKENS = (32, 64, 128, 160, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Measured: sizes in between (192, 224, 288, 448) cost about as much as the next, as whole waves of tiles count."""
 MIXED_ROWS = (16, 64, 256)
+SHARING_ROWS = 16
+"""Decode steps of fewer rows don't look for shared splits."""
+MAX_ITEMS = 256
+"""Shared splits of a step; more are read by each row for itself."""
 
 
 @dataclass(frozen=True)
 class Key:
     """``tokens`` = ``rows`` and ``mixed`` False for decode. ``bound``: of the context. ``uneven``: the longest context
-    is split although the rows fill the chip."""
+    is split although the rows fill the chip. ``shared``: splits that rows have in common are read once; mixed steps are
+    always made for that."""
 
     kind: Kind
     mixed: bool
@@ -53,6 +60,7 @@ class Key:
     rows: int
     bound: int
     uneven: bool = False
+    shared: bool = False
 
 
 def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
@@ -81,15 +89,19 @@ class StepGraphs:
         self.max_context = max_context
         self._heads = decoder.shape.num_kv_heads
         self._bounds, self._wide = _up_to(CONTEXTS, max_context), _up_to(WIDE_CONTEXTS, max_context)
+        self._members = members(decoder.shape)
+        self._sharing: tuple[list[Row], Sharing] | None = None
+        """What find last found."""
         width = -(-max_context // page_size)
         rows = max(self._decode_rows[-1], self._mixed_rows[-1])
-        largest = Layout(max(rows, self._mixed_tokens[-1]), rows).size(width)
+        largest = Layout(max(rows, self._mixed_tokens[-1]), rows, MAX_ITEMS, 1 + self._members).size(width)
         self.inputs = GraphInputs(last.device, page_size, max_rows, largest)
         self._launch = Launcher(last.device)
         self._ids = torch.zeros(max(rows, self._mixed_tokens[-1]), dtype=torch.int32, device=last.device)
         self._table = torch.zeros(rows, width, dtype=torch.int32, device=last.device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.replays = {"decode": 0, "mixed": 0}
+        self.replays = {"decode": 0, "mixed": 0, "shared": 0}
+        """``shared``: those of the two that read shared splits once."""
 
     # --- capture
 
@@ -100,17 +112,24 @@ class StepGraphs:
                 for rows in reversed(self._mixed_rows):
                     if rows <= tokens or rows == self._mixed_rows[0]:
                         for bound in reversed(self._wide):
-                            yield Key(kind, True, tokens, rows, bound)
+                            yield Key(kind, True, tokens, rows, bound, shared=self._shares)
             for rows in reversed(self._decode_rows):
                 fills = self._fills(rows)
                 if fills:
                     yield Key(kind, False, rows, rows, self.max_context)
                 for bound in reversed(self._wide if fills else self._bounds):
                     yield Key(kind, False, rows, rows, bound, uneven=fills)
+                if self._shares and rows >= SHARING_ROWS:
+                    for bound in reversed(self._wide):
+                        yield Key(kind, False, rows, rows, bound, shared=True)
 
     def _fills(self, rows: int) -> bool:
         """Whether so many rows fill the chip with one program for each context and head."""
         return rows * self._heads >= UNSPLIT_PROGRAMS
+
+    @property
+    def _shares(self) -> bool:
+        return self._members > 1
 
     def capture(self, kinds: Sequence[Kind]) -> None:
         """Runs every graph's work once, which compiles what is missing, then captures it."""
@@ -131,26 +150,36 @@ class StepGraphs:
         torch.cuda.synchronize()
         log.info("captured %d steps in %.1f s", len(self._graphs), time.perf_counter() - started)
 
+    def _layout(self, key: Key) -> Layout:
+        return (
+            Layout(key.tokens, key.rows, MAX_ITEMS, 1 + self._members) if key.shared else Layout(key.tokens, key.rows)
+        )
+
     def _blank(self, key: Key) -> None:
         """All padding, so that capturing writes to no page."""
-        layout = Layout(key.tokens, key.rows)
+        layout = self._layout(key)
         self.inputs.packed[: layout.size(1)] = 0
+        self.inputs.field(layout, "items").fill_(-1)
         self.inputs.field(layout, "width").fill_(1)
         self.inputs.field(layout, "slots").fill_(-1)
         self.inputs.field(layout, "engine").fill_(self._last.shape[0] - 1)
 
     def _forward(self, key: Key) -> torch.Tensor:
-        layout, inputs, decoder = Layout(key.tokens, key.rows), self.inputs, self._decoder
+        layout, inputs, decoder = self._layout(key), self.inputs, self._decoder
         ids, table = self._ids[: key.tokens], self._table[: key.rows]
         unpack_inputs(
             self._launch, inputs.field(layout, "ids"), inputs.field(layout, "width"), inputs.field(layout, "pages"),
             self._last, ids, table,
         )  # fmt: skip
+        shared = None
+        if key.shared:
+            items = inputs.field(layout, "items").view(layout.items, layout.item_width)
+            shared = SharedSplits(items, inputs.field(layout, "covered"), longest_split(key.bound))
         meta = AttentionMeta(
             cu_q=inputs.field(layout, "cu_q"), kv_len=inputs.field(layout, "kv_len"), block_table=table,
             positions=inputs.field(layout, "positions"), slots=inputs.field(layout, "slots"),
             page_size=inputs.page_size, max_q=key.tokens if key.mixed else 1, max_kv=key.bound,
-            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], uneven=key.uneven,
+            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], uneven=key.uneven, shared=shared,
             extra={"new_tokens": (key.rows, key.rows)},
         )  # fmt: skip
         stream = decoder.hidden(ids, self._kv, meta, inputs.field(layout, "sample") if key.mixed else None)
@@ -171,10 +200,13 @@ class StepGraphs:
             return None
         if tokens != len(rows) or any(row.num_samples == 0 for row in rows):
             size, height = _least(self._mixed_tokens, tokens), _least(self._mixed_rows, len(rows))
-            key = Key(kind, True, size, height, _least(self._wide, longest))
+            self._find_sharing(rows, longest)
+            key = Key(kind, True, size, height, _least(self._wide, longest), shared=self._shares)
         else:
             size = _least(self._decode_rows, tokens)
-            if not self._fills(size):
+            if size >= SHARING_ROWS and self._find_sharing(rows, longest):
+                key = Key(kind, False, size, size, _least(self._wide, longest), shared=True)
+            elif not self._fills(size):
                 key = Key(kind, False, size, size, _least(self._bounds, longest))
             elif uneven_contexts(sum(contexts), longest, self._heads):
                 key = Key(kind, False, size, size, _least(self._wide, longest), uneven=True)
@@ -182,13 +214,30 @@ class StepGraphs:
                 key = Key(kind, False, size, size, self.max_context)
         return key if key in self._graphs else None
 
+    def _find_sharing(self, rows: list[Row], longest: int) -> bool:
+        """Whether reading shared splits once pays in this step; ``run`` gets them."""
+        self._sharing = None
+        if not self._shares:
+            return False
+        split = longest_split(_least(self._wide, longest))
+        size = self.inputs.page_size
+        found = find_sharing(rows, page_size=size, split=split, members=self._members, limit=MAX_ITEMS)
+        if found is None or not sharing_pays(found.saved, self._heads):
+            return False
+        self._sharing = (rows, found)
+        return True
+
     def run(self, rows: list[Row], key: Key) -> torch.Tensor:
-        """Enqueues one step: ids int32 (-1: a logit was not finite) or logits fp32 [., vocab] of the sampled rows in
-        order. The output is overwritten by the next replay."""
-        self.inputs.send(rows, Layout(key.tokens, key.rows))
+        """Enqueues one step, with the key that ``find`` gave for these rows: ids int32 (-1: a logit was not finite) or
+        logits fp32 [., vocab] of the sampled rows in order. The output is overwritten by the next replay."""
+        sharing = None
+        if key.shared and self._sharing is not None and self._sharing[0] is rows:
+            sharing = self._sharing[1]
+        self.inputs.send(rows, self._layout(key), sharing)
         graph, output = self._graphs[key]
         graph.replay()
         self.replays["mixed" if key.mixed else "decode"] += 1
+        self.replays["shared"] += sharing is not None
         return output[: sum(row.num_samples for row in rows)]
 
     def describe(self) -> dict[str, Any]:

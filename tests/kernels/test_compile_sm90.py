@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import kernels.tuning as tuning
-from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
+from kernels.interface import AttentionMeta, AttentionShape, LayerKV, SharedSplits, Stream
 from kernels.triton_common import Launcher
 from kernels.triton_ops import TritonOps
 from kernels.tuning import TuningTable
@@ -153,9 +153,9 @@ def layer(ops: TritonOps, c: Model, new: list[int], page: int, max_kv: int) -> N
 
 
 CASES = [
-    (QWEN_06B, [1], 64), (SMOLLM, [1] * 4, 16), (QWEN_8B, [300, 1, 1], 16), (QWEN_8B, [1100, 1], 16), (QWEN_8B, [1], 16), (QWEN_8B, [1] * 16, 16),
-    (QWEN_8B, [1] * 64, 64), (QWEN_06B, [1] * 32, 16), (LLAMA_8B, [1], 16), (LLAMA_8B, [1] * 8, 16), (SMOLLM, [1], 16),
-    (SMOLLM, [70, 1], 16),
+    (QWEN_06B, [1], 64), (SMOLLM, [1] * 4, 16), (QWEN_8B, [300, 1, 1], 16), (QWEN_8B, [1100, 1], 16),
+    (QWEN_8B, [1], 16), (QWEN_8B, [1] * 16, 16), (QWEN_8B, [1] * 64, 64), (QWEN_06B, [1] * 32, 16), (LLAMA_8B, [1], 16),
+    (LLAMA_8B, [1] * 8, 16), (SMOLLM, [1], 16), (SMOLLM, [70, 1], 16),
 ]  # fmt: skip
 PARAMS = [pytest.param(*case, marks=[] if i < 2 else [pytest.mark.slow]) for i, case in enumerate(CASES)]
 
@@ -182,3 +182,20 @@ def test_sm90(model: Model, new: list[int], page: int) -> None:
             assert code.count("UTMALDG") and code.count("HGMMA"), key
         if "'PDL': True" in key:
             assert code.count("ACQBULK"), f"{name} is launched early and never waits: {key}"
+
+
+def test_shared_splits_on_sm90() -> None:
+    c, page, max_kv = QWEN_8B, 16, 5120
+    record = Recorder()
+    ops = TritonOps(META, launch=record)
+    meta = meta_of([1] * 32, [2200] * 32, page, max_kv)
+    shape = AttentionShape(c.heads, c.kv_heads, c.dim, 1e-6, c.dim**-0.5)
+    meta.shared = SharedSplits(empty(256, 17, dtype=torch.int32), empty(32, dtype=torch.int32), 512)
+    kv = LayerKV(empty(64, page, c.kv_heads, c.dim), empty(64, page, c.kv_heads, c.dim))
+    rope, norm = empty(max_kv, c.dim // 2, dtype=torch.float32), empty(c.dim)
+    ops.attention(empty(32, (c.heads + 2 * c.kv_heads) * c.dim), kv, meta, shape, norm, norm, rope, rope)
+    names = {key.split("'")[1]: code for key, code in record.seen.items()}
+    assert set(names) == {"shared_attention_kernel", "decode_attention_kernel", "combine_kernel"}
+    assert all(code.stack == 0 for code in names.values())
+    shared = names["shared_attention_kernel"]
+    assert shared.count(r"\bHGMMA") and shared.count(r"LDGSTS[.\w]*\.128")

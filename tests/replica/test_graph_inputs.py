@@ -12,6 +12,7 @@ from replica import noise
 from replica.batch import FROM_DEVICE, Row
 from replica.graph_inputs import GraphInputs, Layout
 from replica.inputs import InputBuilder
+from replica.sharing import Sharing
 from router.wire import Sampling
 
 PAGE = 16
@@ -69,8 +70,20 @@ def test_fields_are_the_general_builders(tokens: int, rows_room: int) -> None:
         assert field("keys")[: 2 * s].tolist() == keys.reshape(-1).tolist()
 
 
+def test_shared_splits_are_packed_and_cleared() -> None:
+    rows = make_rows([1, 1, 1], [40, 40, 40], [1, 1, 1], np.random.default_rng(0))
+    layout = Layout(4, 4, 3, 5)
+    inputs = GraphInputs(torch.device("cpu"), PAGE, 63, layout.size(8))
+    sharing = Sharing(np.array([[0, 1, 2, -1, -1]], np.int32), np.array([0, 32, 32], np.int32), 32)
+    for given, covered, first in ((sharing, [0, 32, 32, 0], [0, 1, 2]), (None, [0] * 4, [-1])):
+        inputs.send(rows, layout, given)
+        assert inputs.field(layout, "covered").tolist() == covered
+        items = inputs.field(layout, "items").view(3, 5)
+        assert (items[1:, 0] == -1).all() and items[0, : len(first)].tolist() == first
+
+
 def test_fields_do_not_overlap_and_cover_the_head() -> None:
-    layout = Layout(7, 3)
+    layout = Layout(7, 3, 2, 5)
     spans = sorted(layout.offsets.values())
     assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     assert layout.size(5) == spans[-1][0] + 15

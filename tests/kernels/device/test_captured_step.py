@@ -9,7 +9,7 @@ import torch
 
 from kernels.interface import Draw, LayerKV
 from kernels.triton_ops import TritonOps
-from kernels.tuning import TuningTable
+from kernels.tuning import DecodeConfig, TuningTable
 from replica.batch import FROM_DEVICE, Row
 from replica.graphs import Key, StepGraphs
 from replica.inputs import InputBuilder
@@ -48,7 +48,7 @@ def batch(counts: list[int], starts: list[int], samples: list[int]) -> list[Row]
 CASES = [
     ([1, 1, 1], [20, 0, 47], [1, 1, 1], Key("ids", False, 4, 4, CONTEXT)),
     ([1], [95], [1], Key("ids", False, 1, 1, CONTEXT)),
-    ([20, 1, 7], [0, 33, 16], [0, 1, 1], Key("ids", True, 32, 12, CONTEXT)),
+    ([20, 1, 7], [0, 33, 16], [0, 1, 1], Key("ids", True, 32, 12, CONTEXT, shared=True)),
     ([1, 30], [40, 0], [1, 1], Key("logits", True, 32, 12, CONTEXT)),
 ]
 
@@ -69,10 +69,8 @@ def test_padding_changes_nothing(
         assert found is not None and (found.mixed, found.bound) == (key.mixed, key.bound)
         out = graphs.run(rows, found)
     else:
-        from replica.graph_inputs import Layout
-
         graphs._blank(key)
-        graphs.inputs.send(rows, Layout(key.tokens, key.rows))
+        graphs.inputs.send(rows, graphs._layout(key))
         out = graphs._forward(key)[: sum(samples)]
     after = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
     new_last = last.clone()
@@ -102,6 +100,37 @@ def test_padding_changes_nothing(
     expected = was.clone()
     expected[torch.tensor([row.slot for row in layout_rows], device=device)] = want.long()
     assert torch.equal(new_last[:SLOTS], expected[:SLOTS])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_shared_splits_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
+    """The same step with and without reading shared splits once: equal up to rounding."""
+    monkeypatch.setattr("replica.graphs.longest_split", lambda longest: 64)
+    monkeypatch.setattr("replica.graphs.sharing_pays", lambda saved, heads: saved > 0)
+    monkeypatch.setattr("replica.graphs.SHARING_ROWS", 4)
+    monkeypatch.setattr("replica.graphs.MAX_ITEMS", 3)
+    monkeypatch.setattr("kernels.triton_ops.decode_attention_config", lambda *a, **k: DecodeConfig(64, 16, 1, 1))
+    graphs, decoder, last = setup(device)
+    rows = batch([1, 1, 1] + [9] * mixed, [70, 100, 90] + [3] * mixed, [1] * (3 + mixed))
+    rows[2].pages[:4] = rows[1].pages[:4]
+    if device.type == "cuda":
+        graphs.capture(["logits"])
+    else:
+        graphs._graphs = dict.fromkeys(graphs.keys(["logits"]), (None, None))  # type: ignore[assignment]
+    key = graphs.find(rows, "logits")
+    assert key is not None and key.shared and key.mixed == mixed
+    assert graphs._sharing is not None and graphs._sharing[1].covered.tolist() == [0, 64, 64] + [0] * mixed
+    if device.type == "cuda":
+        out = graphs.run(rows, key).clone()
+        assert graphs.replays["shared"] == 1
+    else:
+        graphs._blank(key)
+        graphs.inputs.send(rows, graphs._layout(key), graphs._sharing[1])
+        out = graphs._forward(key)[: len(rows)]
+    inputs = InputBuilder(device, 16).build(rows)
+    ids = torch.where(inputs.ids < 0, last[inputs.slots_of_tokens], inputs.ids)
+    want = decoder.logits(decoder.hidden(ids, graphs._kv, inputs.meta, inputs.sample_rows), None)
+    assert torch.allclose(out, want, atol=1e-4)
 
 
 def test_warming_touches_no_page(device: torch.device) -> None:

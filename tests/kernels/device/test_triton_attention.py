@@ -6,10 +6,12 @@ import pytest
 import torch
 from kernel_oracle import Case, attention_case, close
 
+from kernels.interface import SharedSplits
 from kernels.triton_common import Launcher
 from kernels.triton_decode import decode_attention
 from kernels.triton_prefill import prefill_attention
 from kernels.triton_rope import rope_write
+from kernels.triton_shared import members
 from kernels.tuning import DecodeConfig, PrefillConfig
 
 
@@ -61,6 +63,36 @@ def test_decode_with_a_graphs_bound_on_the_context(device: torch.device) -> None
 def test_many_splits_need_more_than_one_combine_chunk(device: torch.device) -> None:
     case = attention_case(device, [1], [16 * 18 + 5], heads=2, kv_heads=1, dim=32)
     close(run_decode(case, DecodeConfig(16, 16, 1, 1), fused=True), case.want())
+
+
+def share(case: Case, tokens: int, groups: list[list[int]]) -> None:
+    """Requests of a group get the first one's pages for their first ``tokens`` tokens."""
+    pages = slice(tokens // case.meta.page_size)
+    for first, *others in groups:
+        for r in others:
+            case.meta.block_table[r, pages] = case.meta.block_table[first, pages]
+            for mine, theirs in zip(case.history[r], case.history[first], strict=True):
+                mine[:tokens] = theirs[:tokens]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "fused"), [(4, 2, True), (9, 3, False), (16, 1, True)])
+def test_shared_splits_are_read_once_for_all(device: torch.device, heads: int, kv_heads: int, fused: bool) -> None:
+    """Two groups of different extent, and a request alone or with more than one new token; unused items between."""
+    prefix = [130, 128, 200, 140, 150, 20]
+    case = attention_case(
+        device, [1] * 5 + [1 if fused else 5], prefix, heads=heads, kv_heads=kv_heads, dim=32, max_kv=400
+    )
+    share(case, 128, [[0, 1]])
+    share(case, 64, [[2, 3, 4]])
+    items = torch.full((6, 1 + members(case.shape)), -1, dtype=torch.int32)
+    for i, item in enumerate(([0, 0, 1], [1, 1, 0], [-1], [0, 4, 2, 3])):
+        items[i, : len(item)] = torch.tensor(item, dtype=torch.int32)
+    covered = torch.tensor([128, 128, 64, 64, 64, 0], dtype=torch.int32)
+    case.meta.shared = SharedSplits(items.to(device), covered.to(device), 64)
+    out = run_decode(case, DecodeConfig(128, 16, 1, 1), fused)
+    rows = 6 if fused else 5
+    close(out[:rows], case.want()[:rows])
+    case.check_cache()
 
 
 def test_rows_of_length_zero_write_nothing(device: torch.device) -> None:
