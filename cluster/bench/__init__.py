@@ -64,7 +64,7 @@ def bench_serve(
     raise typer.Exit(0 if bench.holds(figures) else 1)
 
 
-@app.command("engine", epilog="Example: everwarm bench engine --batches 1,8,32 --budget 180 --json engine.json")
+@app.command("engine", epilog="Example: everwarm bench engine --quantization w8a8 --peer xllamacpp --json engine.json")
 def bench_engine(
     model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each side.")] = 2,
@@ -73,12 +73,14 @@ def bench_engine(
     batches: Annotated[str, typer.Option(help="Decode batch sizes, comma-separated.")] = "1,8",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per sequence.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are compared.")] = 3,
-    peer: Annotated[str, typer.Option(help="transformers or none.")] = "transformers",
+    quantization: Annotated[str, typer.Option(help="Also run our engine so: w8a8.")] = "none",
+    peer: Annotated[str, typer.Option(help="transformers, xllamacpp (llama.cpp, GGUF only) or none.")] = "auto",
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 75.0,
     quick: Annotated[bool, typer.Option("--quick", help="One round of small cells; no goal is judged.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
 ) -> None:
-    """Our engine and transformers' generate, same weights, threads and prompts, on a CPU. Exit 1: goals missed."""
+    """Our engine, quantized too, beside transformers or llama.cpp: same weights and prompts, on a CPU. Exit 1: goals
+    missed."""
     from cluster.bench import engine as bench
     from cluster.checkpoint import UnknownModel
 
@@ -88,12 +90,16 @@ def bench_engine(
             f"{batches!r}; positive numbers separated by commas are needed", param_hint="--batches"
         )
     load = bench.Workload(
-        model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, peer, budget
-    )
+        model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, quantization, peer,
+        budget_s=budget,
+    )  # fmt: skip
     try:
         figures = bench.run(bench.quick(load) if quick else load, Console(stderr=True))
     except (UnknownModel, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+    except RuntimeError as error:
+        print(f"everwarm: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
     bench.show(figures, Console())
     report(figures, bench.UNITS, json_path)
     raise typer.Exit(0 if bench.holds(figures) else 1)

@@ -1,4 +1,5 @@
-"""``everwarm bench engine``: our engine beside transformers' generate, on the same weights, threads and prompts.
+"""``everwarm bench engine``: our engine beside itself quantized, transformers' generate or llama.cpp, on a CPU, on the
+same weights, threads and prompts.
 
 Cells: prefill of one prompt, then decoding at each batch size. Rounds alternate between the sides, because a shared
 machine drifts by more than what is to be measured; medians are compared. The engine runs whole (scheduler, page pool,
@@ -13,6 +14,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.llama_cpp import XLlamaCpp
+from cluster.bench.perplexity import WINDOW, perplexity, text_ids
 from cluster.bench.progress import Announce, steps
 from cluster.bench.sides import Ours, Room, Side, Transformers
 from cluster.checkpoint import locate
@@ -32,11 +36,21 @@ UNITS = {
     "decode_b*": "output tokens per second while all sequences of the batch decode",
     "ratios": "first / second, of medians",
     "same_tokens": "share of sequences whose greedy tokens all equal the first side's",
+    "perplexity": "on the first perplexity_tokens of Python's language reference, windows of 512",
     "load_average": "of the machine over the last minute: before, after",
 }
-PEERS = ("transformers", "none")
-GOALS: dict[str, dict[str, float]] = {"fp32/transformers": {"prefill": 1.1, "decode_b1": 1.1, "decode_b8": 1.0}}
-"""Least ratio per pair and cell."""
+PEERS = ("auto", "transformers", "xllamacpp", "none")
+QUANTIZATIONS = ("none", "w8a8")
+GOALS: dict[str, dict[str, float]] = {
+    "fp32/transformers": {"prefill": 1.1, "decode_b1": 1.1, "decode_b8": 1.0},
+    "w8a8/fp32": {"prefill": 1.6, "decode_b8": 1.4},
+    "w8a8/xllamacpp": {"prefill": 3.0, "decode_b8": 1.5, "decode_b16": 1.5, "decode_b32": 1.5},
+    "fp32/xllamacpp": {},
+    "w8a8/transformers": {},
+}
+"""Least ratio per pair and cell; no goal: only shown."""
+MOST_PERPLEXITY = 1.1
+"""Of a quantized side, relative to fp32."""
 WARM_TOKENS = 4
 """Decoded per sequence in the round that is not counted: first touches of memory, lazily made kernels."""
 
@@ -52,7 +66,12 @@ class Workload:
     batches: tuple[int, ...] = (1, 8)
     tokens: int = 32
     rounds: int = 3
-    peer: str = "transformers"
+    quantization: str = "none"
+    """Also run our engine so, in the same rounds."""
+    peer: str = "auto"
+    """auto: transformers, or nobody when a quantization is compared."""
+    perplexity_tokens: int = 5120
+    """Scored by each side of ours when a quantization is compared; 0: none."""
     budget_s: float = 75.0
     """No counted round after the first begins that would probably end later than this after the start."""
     quick: bool = False
@@ -68,6 +87,7 @@ class Workload:
 def quick(load: Workload) -> Workload:
     """The same load cut to a few seconds."""
     small = {"prompt": min(load.prompt, 256), "context": min(load.context, 64), "tokens": min(load.tokens, 12)}
+    small["perplexity_tokens"] = min(load.perplexity_tokens, 512)
     return replace(load, **small, rounds=1, quick=True)  # type: ignore[arg-type]
 
 
@@ -79,29 +99,55 @@ def run(load: Workload, console: Console) -> dict[str, Any]:
     torch.set_num_threads(load.threads)
     try:
         with ExitStack() as stack:
-            total = 1 + len(load.cells()) * (load.rounds + 1)
+            scored = 2 if load.quantization != "none" and load.perplexity_tokens else 0
+            total = 1 + len(load.cells()) * (load.rounds + 1) + scored
             announce = stack.enter_context(steps(total, console))
             announce("loading the model, once per side")
             sides = _open(load, stack)
             rates, same, rounds = _measure(load, sides, announce, began)
+            losses = _perplexity(load, sides, announce)
             described = {side.name: side.describe() for side in sides}
     finally:
         torch.set_num_threads(before)
-    figures = _figures(load, rates, same, rounds)
+    figures = _figures(load, rates, same, rounds) | losses
     return figures | {"sides": described, "load_average": [busy, os.getloadavg()[0]], "wall_s": _since(began)}
 
 
 def _open(load: Workload, stack: ExitStack) -> list[Side]:
     path: Path = locate(load.model, weights=True).path
-    if load.peer not in PEERS:
-        raise ValueError(f"peer: {load.peer!r}; allowed are {', '.join(PEERS)}")
+    for name, value, allowed in (("peer", load.peer, PEERS), ("quantization", load.quantization, QUANTIZATIONS)):
+        if value not in allowed:
+            raise ValueError(f"{name}: {value!r}; allowed are {', '.join(allowed)}")
     room = Room(max(load.batches), max(load.prompt + 1, load.context + load.tokens), load.threads)
-    sides: list[Side] = [Ours(path, room)]
-    stack.callback(sides[0].close)
-    if load.peer == "transformers":
-        sides.append(Transformers(path))
+    peer = ("transformers" if load.quantization == "none" else "none") if load.peer == "auto" else load.peer
+    makers: list[Callable[[], Side]] = [lambda: Ours(path, room)]
+    if load.quantization != "none":
+        makers.append(lambda: Ours(path, room, load.quantization, quantization=load.quantization))
+    if peer == "transformers":
+        makers.append(lambda: Transformers(path))
+    elif peer == "xllamacpp":
+        makers.append(lambda: XLlamaCpp(path, room))
+    sides = []
+    for make in makers:
+        sides.append(make())
         stack.callback(sides[-1].close)
     return sides
+
+
+def _perplexity(load: Workload, sides: list[Side], announce: Announce) -> dict[str, Any]:
+    """Of our sides, when there are two to compare."""
+    ours = [side for side in sides if isinstance(side, Ours)]
+    if len(ours) < 2 or not load.perplexity_tokens:
+        return {}
+    try:
+        ids = text_ids(locate(load.model, weights=True), load.perplexity_tokens)
+    except ValueError as error:
+        return {"perplexity": None, "perplexity_missing": str(error)}
+    found = {}
+    for side in ours:
+        announce(f"perplexity of {side.name} on {len(ids)} tokens")
+        found[side.name] = round(perplexity(side.engine, ids, min(WINDOW, side.longest - 1)), 4)
+    return {"perplexity": found, "perplexity_tokens": len(ids)}
 
 
 def _measure(
@@ -128,7 +174,8 @@ def _measure(
                 if round_:
                     rates[name][side.name].append(rate)
             for side in sides[1:]:
-                equal[side.name] += [a == b for a, b in zip(ids[sides[0].name], ids[side.name], strict=True)]
+                if ids[side.name]:
+                    equal[side.name] += [a == b for a, b in zip(ids[sides[0].name], ids[side.name], strict=True)]
         if round_:
             longest = max(longest, time.monotonic() - started)
     return rates, {name: sum(found) / len(found) for name, found in equal.items()}, round_
@@ -162,7 +209,9 @@ def holds(figures: dict[str, Any]) -> bool:
         for name, cell in figures["cells"].items()
         for pair, ratio in cell["ratios"].items()
     )
-    return bool(figures["quick"]) or all(met)
+    scored = figures.get("perplexity") or {}
+    exact = all(value <= MOST_PERPLEXITY * scored["fp32"] for value in scored.values())
+    return bool(figures["quick"]) or (all(met) and exact)
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
@@ -173,14 +222,19 @@ def show(figures: dict[str, Any], console: Console) -> None:
         f"tokens per second, {figures['threads']} threads; prefill {figures['prompt']}, decode from "
         f"{figures['context']} tokens; medians of {figures['rounds']}"
     )
-    headers = [text for pair in pairs for text in (pair, "goal")]
-    table = Table("", *names, *headers, title=title, title_justify="left")
+    table = Table("", *names, *pairs, title=title, title_justify="left")
     for name, cell in cells.items():
         row = [f"{cell[side]['tok_s']:.0f}" for side in names]
         for pair in pairs:
             least = GOALS[pair].get(name)
-            row += [f"{cell['ratios'][pair]:.2f}x", f">= {least}x" if least else ""]
+            row.append(f"{cell['ratios'][pair]:.2f}x" + (f" (>= {least})" if least else ""))
         table.add_row(name.replace("_b", ", batch "), *row)
     console.print(table)
     for name, share in figures["same_tokens"].items():
         console.print(f"greedy tokens of {name} equal to {names[0]}'s in {share:.1%} of the sequences")
+    if scored := figures.get("perplexity"):
+        parts = [f"{name} {value:.3f} ({value / scored['fp32'] - 1:+.1%})" for name, value in scored.items()]
+        limit = f"{MOST_PERPLEXITY - 1:.0%}"
+        console.print(f"perplexity on {figures['perplexity_tokens']} tokens: {', '.join(parts)}; at most {limit} more")
+    elif "perplexity_missing" in figures:
+        console.print(f"no perplexity: {figures['perplexity_missing']}", markup=False)

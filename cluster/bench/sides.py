@@ -44,7 +44,7 @@ class Ours:
 
     def __init__(self, path: Path, room: Room, name: str = "fp32", **options: Any) -> None:
         """``options``: further EngineConfig fields. Raises ValueError for what can't be resolved."""
-        self.name = name
+        self.name, self.longest = name, room.longest
         model = weights.read_config(path)
         if room.longest > model.max_position:
             raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.bench import app
+from cluster.bench import app, llama_cpp
 from cluster.bench import engine as bench
+from cluster.bench.perplexity import perplexity, text_ids
+from cluster.bench.sides import Room
+from cluster.checkpoint import locate
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,6 +78,86 @@ def test_without_the_peer_it_only_measures(checkpoint: Path) -> None:
     bench.show(figures, screen)
 
 
+def test_a_quantization_is_compared_with_fp32_in_the_same_rounds(checkpoint: Path) -> None:
+    screen = Console(file=io.StringIO(), width=120)
+    load = bench.Workload(
+        str(checkpoint), threads=1, prompt=16, context=16, batches=(1,), tokens=4, rounds=1, quantization="w8a8"
+    )
+    figures = bench.run(load, Console(file=io.StringIO()))
+    assert set(figures["cells"]["prefill"]["ratios"]) == {"w8a8/fp32"}, "no peer unless asked for"
+    assert figures["sides"]["w8a8"]["kernels"]["norm_mlp"].startswith("w8a8") and "w8a8" in figures["same_tokens"]
+    assert figures["perplexity"] is None and "0 tokens" in figures["perplexity_missing"]
+    bench.show(figures, screen)
+    assert "w8a8/fp32" in screen.file.getvalue() and "no perplexity" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_perplexity_is_that_of_transformers(checkpoint: Path) -> None:
+    ids = [i * 37 % 128 for i in range(90)]
+    side = bench.Ours(checkpoint, Room(1, 64, 1))
+    got = perplexity(side.engine, ids, 40)
+    side.close()
+    model = transformers.Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    total = count = 0.0
+    for at in range(0, 90, 40):
+        window = torch.tensor([ids[at : at + 40]])
+        with torch.inference_mode():
+            loss = model(window, labels=window).loss
+        total, count = total + float(loss) * (window.shape[1] - 1), count + window.shape[1] - 1
+    assert got == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_perplexity_text_is_long_enough_and_refused_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = locate(None, weights=False)
+    ids = text_ids(checkpoint, 5120)
+    assert len(ids) == 5120 and len(set(ids)) > 800
+    monkeypatch.setattr("pydoc_data.topics.topics", {"short": "One line."})
+    with pytest.raises(ValueError, match="were asked for"):
+        text_ids(checkpoint, 5120)
+
+
+def test_perplexity_has_a_limit() -> None:
+    figures = {"quick": False, "cells": {}, "perplexity": {"fp32": 10.0, "w8a8": 11.0}}
+    assert bench.holds(figures)
+    figures["perplexity"]["w8a8"] = 11.01  # type: ignore[index]
+    assert not bench.holds(figures)
+
+
+def test_a_side_in_another_process_is_spoken_to_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The protocol with a child that answers as llama.cpp does; the real one is a slow test."""
+    fake = tmp_path / "child.py"
+    fake.write_text(
+        "import json, sys\n"
+        "print(json.dumps({'version': '1', 'system': json.loads(sys.argv[1])}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    asked = json.loads(line)\n"
+        "    if asked['count'] == 13: sys.exit(3)\n"
+        "    one = {'prompt_n': len(asked['prompts'][0]), 'prompt_ms': 10, 'predicted_n': asked['count'], "
+        "'predicted_ms': 100}\n"
+        "    print(json.dumps({'timings': [one] * len(asked['prompts'])}), flush=True)\n"
+    )
+    monkeypatch.setattr(llama_cpp, "CHILD", fake)
+    monkeypatch.setattr(llama_cpp, "_python", lambda scratch: sys.executable)
+    side = llama_cpp.XLlamaCpp(tmp_path / "x.gguf", Room(4, 64, 2))
+    assert side.describe()["system"] == {"model": f"{tmp_path}/x.gguf", "parallel": 4, "context": 80, "threads": 2}
+    assert side.run([[1] * 30], 1) == (3000.0, [])
+    assert side.run([[1], [2], [3]], 20) == (600.0, [])
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        side.run([[1]], 13)
+    side.close()
+    with pytest.raises(ValueError, match="GGUF files only"):
+        llama_cpp.XLlamaCpp(tmp_path, Room(1, 64, 1))
+
+
+@pytest.mark.slow
+def test_the_real_peer() -> None:
+    load = bench.quick(bench.Workload(batches=(2,), peer="xllamacpp"))
+    try:
+        figures = bench.run(load, Console(file=io.StringIO()))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert figures["cells"]["decode_b2"]["xllamacpp"]["tok_s"] > 0 and "AVX2" in figures["sides"]["xllamacpp"]["system"]
+
+
 def test_quick_is_small_and_is_not_judged() -> None:
     small = bench.quick(bench.Workload())
     assert small.rounds == 1 and small.prompt <= 256 and small.tokens <= 12
@@ -108,7 +193,8 @@ def test_the_command_ends_with_one_json_line(checkpoint: Path, tmp_path: Path) -
         (["--batches", "0"], "--batches"),
         (["--model", "/nowhere/at-all"], "/nowhere/at-all"),
         (["--prompt", "999999"], "1000000 exceeds"),
-        (["--peer", "nobody"], "transformers, none"),
+        (["--peer", "nobody"], "auto, transformers, xllamacpp, none"),
+        (["--quantization", "fp3"], "none, w8a8"),
     ],
 )
 def test_unusable_arguments_exit_2(checkpoint: Path, options: list[str], message: str) -> None:
