@@ -80,8 +80,6 @@ def _triton_candidate() -> Candidate:
             return f"Triton kernels are written for bfloat16, this is {str(site.dtype).removeprefix('torch.')}"
         if operation == "attention" and (site.head_dim < 32 or site.head_dim & (site.head_dim - 1)):
             return f"head_dim {site.head_dim} is not a power of two of at least 32"
-        if operation == "attention" and site.kv_dtype in (torch.int8, torch.uint8):
-            return f"Triton attention doesn't read pages of {'int8' if site.kv_dtype == torch.int8 else 'int4'}"
         return None
 
     return Candidate("triton", True, make, decline)

@@ -97,25 +97,24 @@ def test_memory_taken_is_memory_accounted(dtype: str, device: str) -> None:
     assert device == "cpu" or all(part.is_contiguous() for part in parts), "kernels want k and v contiguous"
 
 
-def test_a_gpu_without_a_kernel_says_so() -> None:
-    """Triton attention is left for torch's, with the reason; asked for, it is refused."""
+def test_what_reads_narrow_pages_on_a_gpu_is_recorded() -> None:
+    """Triton's attention where it can; where it can't, torch's with the reason, and a switch that asks is refused."""
     from kernels.dispatch import SWITCHES, Dispatch, Site
 
-    def site(dtype: torch.dtype) -> Site:
+    def site(head_dim: int, dtype: torch.dtype) -> Site:
         shape = {"page_size": 16, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
-        return Site(torch.device("cuda"), torch.bfloat16, dtype, head_dim=32, vocab_size=256, **shape)
+        return Site(torch.device("cuda"), torch.bfloat16, dtype, head_dim=head_dim, vocab_size=256, **shape)
 
-    made: list[str] = []
-    switches = dict.fromkeys(SWITCHES, "auto") | {"fused_attention": "true"}
-    with pytest.raises(ValueError, match=r"fused_attention: 'true' can't be honoured here: .*pages of int8"):
-        Dispatch(site(torch.int8), switches, _fakes(made))
-    chosen = Dispatch(site(torch.uint8), {}, _fakes(made))
-    assert "torch (not triton: Triton attention doesn't read pages of int4" in chosen.choices()["attention"]
+    for dtype in STORED.values():
+        assert Dispatch(site(64, dtype), {}, _fakes()).choices()["attention"] == "triton (first choice)"
+    chosen = Dispatch(site(80, torch.uint8), {}, _fakes())
+    assert chosen.choices()["attention"].startswith("torch (not triton: head_dim 80")
     assert "attention is torch" in (chosen.capturable or "")
-    assert chosen.choices()["norm_linear"].startswith("triton")
+    with pytest.raises(ValueError, match=r"fused_attention: 'true' can't be honoured here: .*head_dim 80"):
+        Dispatch(site(80, torch.int8), dict.fromkeys(SWITCHES, "auto") | {"fused_attention": "true"}, _fakes())
 
 
-def _fakes(made: list[str]):
+def _fakes():
     """The real candidates with operations that are never run."""
     from dataclasses import replace
 
