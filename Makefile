@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS   ?=
 
-.PHONY: serve test lint clean
+.PHONY: serve test test-clients lint clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -14,6 +14,10 @@ serve: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every client's first-page example; the heavy ones live in an environment of their own.
+test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed
+	EVERWARM_CLIENTS_PYTHON=$(CURDIR)/$(VENV)/clients/bin/python $(BIN)/python -m pytest tests/cluster/test_clients.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -31,6 +35,11 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what the tests need ..."
 	$(PIP) install -e '.[dev]' -c constraints-cpu.txt
+	@touch $@
+
+$(VENV)/clients/.installed: tests/clients/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
 $(BIN)/python:

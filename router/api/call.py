@@ -85,7 +85,9 @@ class Call:
         body = await read_body(self.receive, self.headers, self.services.options.max_body_bytes)
         task = asyncio.current_task()
         assert task is not None, "ASGI servers run applications in tasks"
-        self._watcher = asyncio.create_task(self._watch(task))
+        watcher = self._watcher = asyncio.create_task(self._watch(task))
+        self.services.watchers.add(watcher)
+        watcher.add_done_callback(self.services.watchers.discard)
         return parse_object(body)
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:

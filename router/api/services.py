@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.api.errors import ApiError, bad_request, retry_after
 from router.api.metrics import Metrics
@@ -33,6 +33,8 @@ class Services:
     reasons: bool
     """Answers may hold reasoning in <think> tags."""
     tracing: Tracing | None = None
+    watchers: set[asyncio.Task[None]] = field(default_factory=set)
+    """Held until they end: an event loop holds its tasks weakly."""
     draining: bool = False
     in_flight: int = 0
 
