@@ -22,13 +22,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import kernels.tuning as tuning
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV, SharedSplits, Stream
+from kernels.quantized_kv import SCALED, STORED, stored_dim
 from kernels.triton_common import Launcher
 from kernels.triton_ops import TritonOps
 from kernels.tuning import TuningTable
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 META = torch.device("meta")
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.int8: "i8",
+    torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
@@ -199,3 +203,26 @@ def test_shared_splits_on_sm90() -> None:
     assert all(code.stack == 0 for code in names.values())
     shared = names["shared_attention_kernel"]
     assert shared.count(r"\bHGMMA") and shared.count(r"LDGSTS[.\w]*\.128")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [[1] * 16, [300, 1, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("name", STORED)
+def test_sm90_narrow_pages(name: str, new: list[int]) -> None:
+    c, page, max_kv, record = QWEN_8B, 16, 2048, Recorder()
+    ops = TritonOps(META, table=TuningTable.load(Path(tuning.__file__).parent / "tuning_h200.json"), launch=record)
+    codes = [empty(64, page, c.kv_heads, stored_dim(name, c.dim), dtype=STORED[name]) for _ in range(2)]
+    scales = [empty(64, page, c.kv_heads, dtype=torch.float32) if name in SCALED else None for _ in range(2)]
+    rope, norm = empty(max_kv, c.dim // 2, dtype=torch.float32), empty(c.dim)
+    shape = AttentionShape(c.heads, c.kv_heads, c.dim, 1e-6, c.dim**-0.5)
+    meta = meta_of(new, [max_kv] * len(new), page, max_kv)
+    qkv = empty(sum(new), (c.heads + 2 * c.kv_heads) * c.dim)
+    ops.attention(qkv, LayerKV(*codes, *scales), meta, shape, norm, norm, rope, rope)
+    found = {key.split("'")[1]: code for key, code in record.seen.items()}
+    for kernel, code in found.items():
+        assert code.stack == 0, f"{kernel} spills {code.stack} bytes"
+    readers = [code for kernel, code in found.items() if "attention" in kernel]
+    assert readers and all(code.count(r"\bH?G?MMA|\bHMMA") for code in readers), "no tensor cores"
+    assert all(code.count(r"LDGSTS[.\w]*\.128") for code in readers), "pages are not copied 16 bytes at a time"
+    if name == "fp8":
+        assert any(code.count(r"F2FP[.\w]*SATFINITE") for code in found.values()), "large values must saturate"
