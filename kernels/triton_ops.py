@@ -230,8 +230,8 @@ class TritonOps:
     @contextmanager
     def _beside(self) -> Iterator[None]:
         """What is launched inside runs beside what follows: chunks are bound by arithmetic, single tokens by memory,
-        and neither fills the chip. Chunks go first, and first in line, as their programs are few and long. The caller
-        joins the two before it returns; buffers of the main stream outlive the join."""
+        and neither fills the chip. Chunks go first, as their programs are few and long. The caller joins the two before
+        it returns; buffers of the main stream outlive the join."""
         side = self._side_stream()
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -239,7 +239,7 @@ class TritonOps:
 
     def _side_stream(self) -> torch.cuda.Stream:
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device, priority=-1)
+            self._side = torch.cuda.Stream(self.device)
         return self._side
 
     @staticmethod
