@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cluster.verify import holds
 
@@ -20,6 +21,11 @@ def show(figures: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     console.print(_options(figures))
+    console.print(
+        "tokens: equal to transformers'; worst: difference of a log-probability; hits: prompt\n"
+        "tokens found in the prefix cache; right/drafts: tokens guessed right, and guessed",
+        highlight=False,
+    )
     for verdict in [v for v in figures["verdicts"] if v["difference"]][:MOST_FAILURES]:
         where = verdict["difference"]
         console.print(
@@ -28,7 +34,13 @@ def show(figures: dict[str, Any], console: Console) -> None:
         )  # fmt: skip
     if figures["num_failed"] > MOST_FAILURES:
         console.print(f"... and {figures['num_failed'] - MOST_FAILURES} more combinations")
-    console.print(_lossy(figures))
+    if figures["lossy"]:
+        console.print(_lossy(figures))
+        console.print(
+            "measured, not judged. top-1: our likeliest token is transformers'; KL: nats; free run: share\n"
+            "of a greedy output before its first other token; alone = crowd: the same ids in both",
+            highlight=False,
+        )
     changed = sum(effect["changed"] for effect in figures["sampling"])
     console.print(f"sampling options that change the output: {changed} of {len(figures['sampling'])}", highlight=False)
     for reason in figures["unproven"]:
@@ -42,8 +54,8 @@ def show(figures: dict[str, Any], console: Console) -> None:
 
 
 def _options(figures: dict[str, Any]) -> Table:
-    heads = ("exact option", "cases", "fail", "tokens", "worst", "preempt", "hits", "drafted", "right")
-    table = Table(*heads, caption=_LEGEND, caption_justify="left")
+    heads = ("cases", "fail", "tokens", "worst", "preempt", "hits", "right/drafts")
+    table = _table("exact option", *heads)
     defaults = {name: values[0].lower() for name, values in figures["axes"].items()}
     chosen = []
     for verdict in figures["verdicts"]:
@@ -56,24 +68,23 @@ def _options(figures: dict[str, Any]) -> Table:
             table.add_row(
                 f"{name}={value.lower()}", str(len(of_value)), str(sum(v["difference"] is not None for v in of_value)),
                 str(sum(v["tokens"] for v in of_value)), f"{max((v['worst'] for v in of_value), default=0):.0e}",
-                *map(str, counts),
+                *map(str, counts[:2]), f"{counts[3]}/{counts[2]}",
             )  # fmt: skip
         table.add_section()
     return table
 
 
-_LEGEND = """cases with this value; tokens found equal; worst difference of a log-probability; preemptions; prompt
-tokens found in the prefix cache; tokens drafted, and found right"""
+def _table(first: str, *rest: str) -> Table:
+    columns = [Column(head, justify="right", no_wrap=True) for head in rest]
+    table = Table(Column(first, no_wrap=True), *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return table
+
+
 _COUNTERS = ("preemptions", "prefix_hits", "drafted_tokens", "accepted_tokens")
 
 
 def _lossy(figures: dict[str, Any]) -> Table:
-    table = Table(
-        "lossy option", "top-1", "KL mean", "KL max", "free run", "alone = crowd",
-        caption="measured, not judged: share of positions with transformers' likeliest token, divergence in nats,\n"
-        "share of a free greedy run before its first other token, the same alone as among others",
-        caption_justify="left",
-    )  # fmt: skip
+    table = _table("lossy option", "top-1", "KL mean", "KL max", "free run", "alone = crowd")
     for loss in figures["lossy"]:
         if loss["refused"]:
             table.add_row(loss["option"], f"refused: {loss['refused']}")
