@@ -22,7 +22,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     )
     console.print(_options(figures))
     console.print(
-        "tokens: equal to transformers'; worst: difference of a log-probability; hits: prompt\n"
+        "tokens: equal to transformers'; worst: difference of a log-probability; hits: prompt "
         "tokens found in the prefix cache; right/drafts: tokens guessed right, and guessed",
         highlight=False,
     )
@@ -37,7 +37,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     if figures["lossy"]:
         console.print(_lossy(figures))
         console.print(
-            "measured, not judged. top-1: our likeliest token is transformers'; KL: nats; free run: share\n"
+            "measured, not judged. top-1: our likeliest token is transformers'; KL: nats; free run: share "
             "of a greedy output before its first other token; alone = crowd: the same ids in both",
             highlight=False,
         )
