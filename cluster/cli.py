@@ -36,9 +36,10 @@ def serve(
     haproxy: Annotated[
         bool | None, typer.Option("--haproxy/--no-haproxy", help="Default: where its binary is present.")
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's and Serve's progress too.")] = False,
 ) -> None:
     """Run the cluster in the foreground until Ctrl-C."""
-    raise typer.Exit(Launch(options or [], host, port, haproxy).run())
+    raise typer.Exit(Launch(options or [], host, port, haproxy, verbose).run())
 
 
 @app.command(epilog="Example: everwarm status --url http://127.0.0.1:8000")

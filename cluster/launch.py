@@ -4,12 +4,14 @@ and leaves nothing behind."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,13 @@ from cluster.config import AppConfig
 from cluster.environment import MARKER, end_processes, haproxy_binary, run_environment
 
 DEFAULT_PORT = 8000
+PROGRESS = re.compile(
+    r"(\x1b\[\d+m)?(\([^)]*\)(\x1b\[0m)? )?(INFO \d{4}-|\d{4}-\d\d-\d\d [\d:,]+\tINFO )|"
+    r".*(Got KeyboardInterrupt|Task ServeController\.graceful_shutdown failed)"
+)
+"""Lines of Ray and Serve that say what works, or only that somebody asked for the end."""
+FAILED = "Failed to update the deployments"
+"""Serve's controller gives up on the app; ``serve run`` with a config file stays up all the same."""
 
 
 class Unusable(Exception):
@@ -61,18 +70,21 @@ def port_is_free(host: str, port: int) -> bool:
 class Launch:
     """One run of the cluster in the foreground.
 
-    ``options`` are the app's, as key=value. ``haproxy``: None uses it where its binary is present.
+    ``options`` are the app's, as key=value. ``haproxy``: None uses it where its binary is present. ``verbose``: show
+    Ray's and Serve's progress too, not only their warnings and errors.
     """
 
     options: list[str]
     host: str | None = None
     port: int = DEFAULT_PORT
     haproxy: bool | None = None
+    verbose: bool = False
     ready_timeout_s: float = 300.0
     console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
 
     def __post_init__(self) -> None:
         self._signals = 0
+        self._failed = False
         self.config = parse_options(self.options)
         try:
             self._keys = api_keys(self.config.api())
@@ -97,11 +109,23 @@ class Launch:
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         started = time.monotonic()
         # An own session: Ctrl-C in a terminal reaches this process only, which then stops the child in order.
-        child = subprocess.Popen(self.command(root), env=environment, start_new_session=True)
+        child = subprocess.Popen(
+            self.command(root),
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if not self.verbose:
+            self.console.print("Starting Ray, Serve and the model; --verbose shows how.")
+        relay = threading.Thread(target=self._relay, args=(child,), daemon=True)
+        relay.start()
         try:
             if self._await_ready(child):
                 self._say_ready(time.monotonic() - started)
-            while child.poll() is None and not self._signals:
+            while child.poll() is None and not self._signals and not self._failed:
                 time.sleep(0.2)
             return self._stop(child, environment[MARKER])
         finally:
@@ -109,6 +133,15 @@ class Launch:
             shutil.rmtree(root, ignore_errors=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _relay(self, child: subprocess.Popen[str]) -> None:
+        """Shows what the child says, but for what merely goes as it should."""
+        for line in child.stdout or ():
+            if FAILED in line:
+                self._failed = True
+            if self.verbose or not PROGRESS.match(line):
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
     def command(self, root: Path) -> list[str]:
         """The ``serve run`` command line; a config file is needed only for a host or port of the user's choice."""
@@ -127,10 +160,10 @@ class Launch:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals += 1
 
-    def _await_ready(self, child: subprocess.Popen[bytes]) -> bool:
+    def _await_ready(self, child: subprocess.Popen[str]) -> bool:
         deadline = time.monotonic() + self.ready_timeout_s
         with connect(self.url, self._keys) as client:
-            while time.monotonic() < deadline and child.poll() is None and not self._signals:
+            while time.monotonic() < deadline and child.poll() is None and not self._signals and not self._failed:
                 try:
                     # Before a router is up, Serve's proxy holds requests back instead of refusing them.
                     get(client, "/ready", timeout_s=2.0)
@@ -146,8 +179,9 @@ class Launch:
         edge = "HAProxy" if self.use_haproxy else "Serve's Python proxy"
         with connect(self.url, self._keys) as client:
             model = get(client, "/v1/models")["data"][0]["id"]
+        count = self.config.replicas
         self.console.print(
-            f"\n[bold green]Ready[/] after {seconds:.0f} s: {self.config.replicas} replicas of {model} behind {edge}."
+            f"\n[bold green]Ready[/] after {seconds:.0f} s: {count} replica{'s'[: count - 1]} of {model} behind {edge}."
             f"\nSend OpenAI-style requests to {self.url}/v1, for example:\n"
         )
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
@@ -158,9 +192,10 @@ class Launch:
         )
         self.console.print("Or talk to it from another terminal with [bold]everwarm chat[/]. Ctrl-C stops everything.")
 
-    def _stop(self, child: subprocess.Popen[bytes], marker: str) -> int:
+    def _stop(self, child: subprocess.Popen[str], marker: str) -> int:
         if not self._signals:
-            self.console.print("[bold red]The cluster ended by itself[/]; the lines above say why.")
+            what = "The cluster can't serve this" if self._failed else "The cluster ended by itself"
+            self.console.print(f"[bold red]{what}[/]; the lines above say why.")
             return 1
         self.console.print("\nStopping: streams may finish. Ctrl-C again ends them at once.")
         if child.poll() is None:
