@@ -98,7 +98,7 @@ class EngineConfig(BaseModel):
     speculative: Annotated[Literal["off", "ngram", "draft"], BeforeValidator(_spell_off)] = "off"
     """ngram: draft what followed the same tokens earlier in the request; draft: a smaller model, or the first layers of
     this one. Drafts are verified several at a time; the output is the one of off."""
-    speculative_tokens: int = Field(8, ge=1, le=15)
+    speculative_tokens: int = Field(15, ge=1, le=15)
     """Drafts per request and step at most; how many are worth it is decided step by step."""
     speculative_ngram_min: int = Field(2, ge=1)
     speculative_ngram_max: int = Field(8, ge=1)
