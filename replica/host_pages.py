@@ -21,7 +21,7 @@ from itertools import cycle
 import torch
 
 from replica.batch import Move
-from replica.kv import PagedKV
+from replica.kv import PagedKV, page_index
 
 STAGING_BYTES = 32 << 20
 """Of each of the four staging buffers, two per direction."""
@@ -57,7 +57,7 @@ class HostPages:
                 copy(pages, slots, staging)
 
     def _save(self, pages: list[int], slots: list[int], staging: _Staging) -> None:
-        index = self._index(pages)
+        index = page_index(pages, self._kv.device)
         if self._side is None or staging.free is None:
             self._kv.read(index, staging.parts)
             self._to_host(slots, staging)
@@ -71,7 +71,7 @@ class HostPages:
             staging.free.record(self._side)
 
     def _load(self, pages: list[int], slots: list[int], staging: _Staging) -> None:
-        index = self._index(pages)
+        index = page_index(pages, self._kv.device)
         if self._side is None or staging.free is None:
             self._from_host(slots, staging)
             self._kv.write(index, staging.parts)
@@ -93,9 +93,6 @@ class HostPages:
         for memory, part in zip(self._slots, staging.parts, strict=True):
             for i, slot in enumerate(slots):
                 part[i].copy_(memory[slot], non_blocking=True)
-
-    def _index(self, pages: list[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int64).to(self._kv.device)
 
 
 def _portions(move: Move, staged: Iterator[_Staging]) -> Iterator[tuple[list[int], list[int], _Staging]]:

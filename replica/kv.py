@@ -115,6 +115,12 @@ class PagedKV:
         assert all(not part[:, 0].count_nonzero() for part in self._parts), "the null page was written"
 
 
+def page_index(pages: list[int], device: torch.device) -> torch.Tensor:
+    """int64 on ``device``. From page-locked memory, since a copy from elsewhere would wait for the steps under way."""
+    index = torch.tensor(pages, dtype=torch.int64)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+
+
 class PendingSums:
     """Checksums of pages, made by the thread or stream that runs the steps. Implements replica.batch.Sums."""
 
@@ -130,9 +136,10 @@ class PendingSums:
         began = time.perf_counter()
         try:
             with torch.inference_mode():
-                sums = kv.checksums(torch.tensor(pages, dtype=torch.int64).to(kv.device))
-                self._values = sums.to("cpu", non_blocking=True)
-                if kv.device.type == "cuda":
+                sums = kv.checksums(page_index(pages, kv.device))
+                cuda = kv.device.type == "cuda"
+                self._values = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=cuda).copy_(sums, non_blocking=cuda)
+                if cuda:
                     self._event = torch.cuda.Event()
                     self._event.record()
         except Exception as error:
