@@ -23,6 +23,8 @@ ROLES = frozenset(("qkv", "o", "gate_up", "down", "head"))
 """Every product. On the default model this costs 4 % of perplexity, of which the head 1 % and ``down`` 1.5 %."""
 _NORMED = ("qkv", "gate_up", "head")
 """Roles whose input is normed first."""
+_STEPS = torch.tensor(127.0)
+"""As a tensor: a Python number on the left of a division costs two operations more."""
 LEAST = 1e-12
 """Under the largest magnitude of a row, so that a row of zeros divides by something."""
 MAX_DOT = 1 << 17
@@ -81,7 +83,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x fp32 [M, K], overwritten -> (codes int8 [M, K], largest magnitudes fp32 [M, 1]). What is not finite makes its
     row's magnitude so too."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(LEAST)
-    return x.mul_(127 / largest).round_().to(torch.int8), largest
+    return x.mul_(torch.div(_STEPS, largest)).round_().to(torch.int8), largest
 
 
 def _quantize_normed(x: Stream, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
