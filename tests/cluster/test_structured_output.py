@@ -5,65 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
+from stack import Stack, stack, until
 from tiny import EOS
 
-from cluster.build import open_replica, open_router
-from replica.config import EngineConfig
-from replica.loop import Engine
-from replica.server import TokenServer
-from router.api import Api, ApiOptions
-from router.dispatch import Dispatcher, DispatchOptions
 from tests.router.grammar_schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
 
-SECRET = "0123456789abcdef0123456789abcdef"
 CLOSERS = {**{str(ord(char)): 6 for char in '"]}'}, str(EOS): 9, "32": -4, "10": -4}
 """Bias for the tiny model (one id per byte): most of its random texts then end."""
-
-
-@dataclass
-class Stack:
-    http: httpx.AsyncClient
-    api: Api
-    dispatcher: Dispatcher
-    replicas: dict[str, tuple[Engine, TokenServer]]
-
-
-@asynccontextmanager
-async def stack(model: str | None, replicas: int, **engine: Any) -> AsyncIterator[Stack]:
-    config = EngineConfig(threads=1, **engine)
-    made: dict[str, tuple[Engine, TokenServer]] = {}
-    members = {}
-    for name in (f"replica-{index}" for index in range(replicas)):
-        made[name] = await asyncio.to_thread(open_replica, model, config, SECRET, name)
-        made[name][0].start()
-        members[name] = await made[name][1].start("127.0.0.1")
-    options = (None, ApiOptions(), DispatchOptions())
-    dispatcher, api = await asyncio.to_thread(open_router, model, *options, SECRET, "router")
-    await dispatcher.start()
-    dispatcher.update_replicas(members)
-    transport = httpx.ASGITransport(app=api)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://everwarm", timeout=600) as http:
-            await until(lambda: sum(link.replica.accepting for link in dispatcher.links.values()) == replicas)
-            yield Stack(http, api, dispatcher, made)
-    finally:
-        await dispatcher.close()
-        for running, server in made.values():
-            await server.close()
-            await asyncio.to_thread(running.stop)
-            running.runner.close()
-        api.services.grammars.close()
 
 
 def schema_body(name: str, seed: int, **fields: Any) -> dict[str, Any]:
@@ -94,12 +49,6 @@ async def ask_all(made: Stack, asked: list[tuple[str, int]], at_once: int, **fie
 def all_pages_free(made: Stack) -> bool:
     counts = [engine.pool.counts() for engine, _ in made.replicas.values()]
     return all(count["held"] == 0 for count in counts)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.timeout(240)
@@ -135,6 +84,17 @@ async def test_a_dead_replicas_answer_goes_on_elsewhere_within_its_grammar(tiny:
         resumed = (await running).json()["choices"][0]
         assert resumed["message"]["content"] == whole["message"]["content"]
         assert resumed["finish_reason"] == whole["finish_reason"] == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_random_weights_answer_200_requests_over_40_schemas(tiny: Path) -> None:
+    async with stack(str(tiny), 2, max_num_pages=1024) as made:
+        asked = [(name, seed) for seed in range(5) for name in SCHEMAS]
+        ended = await ask_all(made, asked, 16, temperature=1, max_tokens=250, logit_bias=CLOSERS)
+        assert len(asked) >= 200
+        assert sum(ended.values()) >= 0.7 * len(asked) and len(ended) >= 36, ended
+        print(f"{sum(ended.values())} of {len(asked)} answers ended by their schema, all valid")
 
 
 @pytest.mark.slow
