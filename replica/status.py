@@ -120,5 +120,9 @@ COUNTERS = (
     "finished_deadline",
     "finished_error",
     "finished_refused",
+    "verifications",
+    "drafted_tokens",
+    "accepted_tokens",
 )
-"""Always present: tokens prefilled, sampled, sampled past an end; failed steps; requests by why they ended."""
+"""Always present: tokens prefilled, sampled, sampled past an end; failed steps; requests by why they ended; rows that
+verified guesses, guesses, and those that became output."""
