@@ -151,7 +151,7 @@ def run(
         if fault is None:
             announce("sampling options")
             masks = masks_for(bench.model.vocab_size)
-            with bench.engine(options_of(cases[0], bench.longest, bench.facts), masks) as llm:
+            with bench.engine(options_of(cases[0], bench.longest, bench.facts, bench.dtype), masks) as llm:
                 seen = effects(llm, list(bench.asked[SAMPLED].prompt), with_grammar=masks is not None)
             losses = list(_losses(bench, plan, announce))
     return _figures(checkpoint.name, bench, plan, verdicts, seen, losses, quick)
@@ -167,9 +167,9 @@ def _without_refused(bench: Bench, plan: Plan) -> Plan:
         for value in values[1:]:
             case = default | {name: value}
             if not sensible(case):
-                case["prefix_caching"] = False
+                case |= {"prefix_caching": False, "host_cache": False}
             try:
-                with bench.engine(options_of(case, bench.longest, bench.facts)):
+                with bench.engine(options_of(case, bench.longest, bench.facts, bench.dtype)):
                     kept.append(value)
             except ValueError as error:
                 left_out[f"{name}={value}"] = str(error)
@@ -181,9 +181,10 @@ def _judge(bench: Bench, case: Case, plan: Plan, announce: Announce) -> Verdict:
     verdict = Verdict(name_of(case, plan.axes))
     announce(verdict.case)
     tolerance = TOLERANCE[bench.device, bench.dtype]
-    with bench.engine(options_of(case, bench.longest, bench.facts)) as llm:
+    with bench.engine(options_of(case, bench.longest, bench.facts, bench.dtype)) as llm:
         outputs = llm.generate([a.prompt for a in bench.asked], [a.sampling(logprobs=TOP) for a in bench.asked])
-        counters = llm.engine.info()["counters"]
+        info = llm.engine.info()
+    counters = info["counters"] | {"pages_restored": (info["pages"]["host"] or {}).get("restored", 0)}
     verdict.counters = {name: counters[name] for name in COUNTED if name in counters}
     for index, (expected, output) in enumerate(zip(bench.expected, outputs, strict=True)):
         difference = _compare(verdict, index, expected, output, tolerance)
@@ -193,7 +194,7 @@ def _judge(bench: Bench, case: Case, plan: Plan, announce: Announce) -> Verdict:
     return verdict
 
 
-COUNTED = ("preemptions", "prefix_hits", "drafted_tokens", "accepted_tokens")
+COUNTED = ("preemptions", "prefix_hits", "pages_restored", "drafted_tokens", "accepted_tokens")
 
 
 def _compare(verdict: Verdict, index: int, expected: Expected, out: Output, tolerance: float) -> Difference | None:
@@ -229,7 +230,7 @@ def _losses(bench: Bench, plan: Plan, announce: Announce) -> Iterator[Loss]:
     greedy = [i for i, asked in enumerate(bench.asked) if asked.seed is None and not asked.only]
     asked: list[Asked] = [bench.asked[i] for i in greedy]
     expected = [bench.expected[i] for i in greedy]
-    base = options_of({name: values[0] for name, values in plan.axes.items()}, bench.longest, bench.facts)
+    base = options_of({name: values[0] for name, values in plan.axes.items()}, bench.longest, bench.facts, bench.dtype)
     for name, value in [("", ""), *((n, v) for n, values in plan.lossy.items() for v in values)]:
         what = f"{name}={value}" if name else "default"
         announce(f"lossy options: {what}")
@@ -278,7 +279,7 @@ def unproven(figures: dict[str, Any]) -> list[str]:
         for way in figures["axes"].get("speculative", ())
         if way != "off" and not total[way]["drafted_tokens"]
     ]
-    for name in ("preemptions", "prefix_hits"):
+    for name in ("preemptions", "prefix_hits", "pages_restored"):
         if not sum(counts[name] for counts in total.values()):
             missing.append(f"{name} is 0 in all cases")
     idle = [effect for effect in figures["sampling"] if not effect["changed"]]

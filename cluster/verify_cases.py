@@ -13,6 +13,7 @@ EXACT_KV = ("auto",)
 """KV dtypes that lose nothing; every other one is lossy."""
 PAGE = 16
 BATCH = 8
+HOST_PAGES = 64
 Case = dict[str, Any]
 """Axis -> value."""
 
@@ -41,6 +42,7 @@ def plan_for(model: ModelFacts, device: str) -> Plan:
         "chunk_size": ("auto", PAGE),
         "prefix_caching": (True, False),
         "pool": ("roomy", "tiny"),
+        "host_cache": (False, True),
         "async_scheduling": (True, False),
     }
     left_out: dict[str, str] = {}
@@ -60,8 +62,10 @@ def plan_for(model: ModelFacts, device: str) -> Plan:
 
 
 def sensible(case: Case) -> bool:
-    """Contiguous reservations share no pages."""
-    return bool(case["kv_cache_paging"] or not case["prefix_caching"])
+    """Contiguous reservations share no pages, and without a prefix cache there is nothing to keep on the host."""
+    return bool(
+        (case["kv_cache_paging"] or not case["prefix_caching"]) and (case["prefix_caching"] or not case["host_cache"])
+    )
 
 
 def every(axes: Mapping[str, tuple[Any, ...]]) -> list[Case]:
@@ -92,13 +96,16 @@ def name_of(case: Case, axes: Mapping[str, tuple[Any, ...]]) -> str:
     return " ".join(str(part).lower() for part in changed) or "default"
 
 
-def options_of(case: Case, longest: int, model: ModelFacts) -> dict[str, Any]:
-    """EngineConfig fields for a case; ``longest`` request in tokens, output included. A tiny pool holds the longest
-    request and two pages more, so that requests must make room for each other."""
+def options_of(case: Case, longest: int, model: ModelFacts, dtype: str) -> dict[str, Any]:
+    """EngineConfig fields for a case; ``longest`` request in tokens, output included; pages hold ``dtype``. A tiny pool
+    holds the longest request and two pages more, so that requests must make room for each other."""
     pages = -(-longest // PAGE)
-    options = {name: value for name, value in case.items() if name not in ("pool", "speculative")}
+    options = {name: value for name, value in case.items() if name not in ("pool", "host_cache", "speculative")}
     options |= {"page_size": PAGE, "max_batch_size": BATCH, "max_model_len": longest, "watermark": 0.0}
     options["max_num_pages"] = 1 + (pages + 2 if case["pool"] == "tiny" else BATCH * (pages + 1))
+    if case["host_cache"]:  # its pages are also checked while they lie there
+        page_bytes = PAGE * model.kv_bytes_per_token(dtype)
+        options |= {"host_cache_gb": (HOST_PAGES + 0.5) * page_bytes / 2**30, "canary": True}
     if case.get("speculative", "off") != "off":
         options["speculative"] = case["speculative"]
         if case["speculative"] == "draft":

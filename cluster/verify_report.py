@@ -23,7 +23,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     console.print(_options(figures))
     console.print(
         "tokens: equal to transformers'; worst: difference of a log-probability; hits: prompt "
-        "tokens found in the prefix cache; right/drafts: tokens guessed right, and guessed",
+        "tokens found in the prefix cache; back: pages from the host; right/drafts: tokens guessed right, and guessed",
         highlight=False,
     )
     for verdict in [v for v in figures["verdicts"] if v["difference"]][:MOST_FAILURES]:
@@ -54,7 +54,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
 
 
 def _options(figures: dict[str, Any]) -> Table:
-    heads = ("cases", "fail", "tokens", "worst", "preempt", "hits", "right/drafts")
+    heads = ("cases", "fail", "tokens", "worst", "preempt", "hits", "back", "right/drafts")
     table = _table("exact option", *heads)
     defaults = {name: values[0].lower() for name, values in figures["axes"].items()}
     chosen = []
@@ -68,7 +68,7 @@ def _options(figures: dict[str, Any]) -> Table:
             table.add_row(
                 f"{name}={value.lower()}", str(len(of_value)), str(sum(v["difference"] is not None for v in of_value)),
                 str(sum(v["tokens"] for v in of_value)), f"{max((v['worst'] for v in of_value), default=0):.0e}",
-                *map(str, counts[:2]), f"{counts[3]}/{counts[2]}",
+                *map(str, counts[:3]), f"{counts[4]}/{counts[3]}",
             )  # fmt: skip
         table.add_section()
     return table
@@ -80,7 +80,7 @@ def _table(first: str, *rest: str) -> Table:
     return table
 
 
-_COUNTERS = ("preemptions", "prefix_hits", "drafted_tokens", "accepted_tokens")
+_COUNTERS = ("preemptions", "prefix_hits", "pages_restored", "drafted_tokens", "accepted_tokens")
 
 
 def _lossy(figures: dict[str, Any]) -> Table:

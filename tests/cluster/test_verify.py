@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cluster import cli, verify, verify_cases, verify_report, verify_sampling
 from cluster.checkpoint import default_gguf
-from replica.config import EngineConfig, ModelFacts
+from replica.config import EngineConfig, ModelFacts, resolve
 from router.wire import Logprob, Sampling
 
 transformers = pytest.importorskip("transformers")
@@ -92,9 +92,10 @@ def test_the_matrix_is_read_off_the_engine() -> None:
     names = [verify_cases.name_of(case, plan.axes) for case in every]
     assert names[0] == "default" and len(set(names)) == len(names)
     for case in every:
-        options = verify_cases.options_of(case, 100, FACTS)
+        options = verify_cases.options_of(case, 100, FACTS, "float32")
         assert case["kv_cache_paging"] or not options["prefix_caching"]
-        EngineConfig(**options)
+        resolved = resolve(EngineConfig(**options), FACTS)
+        assert resolved.num_host_pages == (verify_cases.HOST_PAGES if case["host_cache"] else 0)
 
 
 def test_quick_covers_every_pair_of_values() -> None:
