@@ -32,13 +32,13 @@ def test_it_compares_and_reports(checkpoint: Path, speculative: str, options: tu
     assert torch.get_num_threads() == threads
     assert figures["rounds"] == 2 and set(figures["cells"]) == {"rewrite", "free"}
     for cell in figures["cells"].values():
-        assert cell["identical"] and len(cell["ratios"]) == 2 and cell["off_tok_s"] > 0
+        assert cell["identical"] and len(cell["ratios"]) == 2 and cell["off_tok_s"] > 0 and cell["cpu_ratio"] > 0
         assert 0 <= cell["accepted"] <= 1 and cell["tokens_per_step"] > 0.9
     assert json.loads(json.dumps(figures)) == {**figures, "options": dict(options)}
     bench.show(figures, screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "rewrite" in shown and f"speculation ({speculative}" in shown
-    assert (">= 1.6x" in shown) is (speculative == "ngram")
+    assert (">= 1.6" in shown) is (speculative == "ngram")
 
 
 def test_it_judges_tokens_and_prompt_lookup() -> None:
