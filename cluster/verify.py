@@ -78,7 +78,8 @@ class Unverifiable(ValueError):
 
 
 class Bench:
-    """One model: its reference and its engines. Weights are read once per kind and shared by the cases."""
+    """One model: its reference and its engines. Weights are read once per kind, shared by the cases, and in memory
+    one kind at a time."""
 
     def __init__(self, path: Path, device: str, dtype: str, fault: str | None) -> None:
         self.path, self.device, self.dtype, self._fault = path, device, dtype, fault
@@ -114,6 +115,7 @@ class Bench:
     def _runner(self, config: ResolvedConfig) -> ModelRunner:
         key = (config.kv_cache_dtype, getattr(config, "quantization", "none"))
         if key not in self._loaded:
+            self._loaded.clear()
             ops = choose_ops(self.model, config)
             dtype = getattr(torch, config.dtype)
             self._loaded[key] = (weights.load(self.path, dtype, config.device, prepare=ops.prepare)[1], ops)
