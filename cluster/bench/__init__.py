@@ -141,6 +141,7 @@ def bench_article(
     shared: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a common beginning.")] = 0.5,
     reservations: Annotated[int, typer.Option(min=1, help="Longest requests that the page pool holds.")] = 8,
     rows: Annotated[str, typer.Option(help="ladder, alone, or both with a comma.")] = "ladder,alone",
+    rounds: Annotated[int, typer.Option(min=1, help="Passes over all rows; medians are reported.")] = 1,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rows that would end later are left out.")] = 120.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
 ) -> None:
@@ -148,7 +149,7 @@ def bench_article(
     from cluster.bench import article as bench
 
     load = bench.Workload(
-        model, device, threads, requests, concurrency, scale, shared, reservations, rows, budget_s=budget
+        model, device, threads, requests, concurrency, scale, shared, reservations, rows, rounds, budget
     )
     try:
         figures = bench.run(load, Console(stderr=True))
