@@ -172,7 +172,7 @@ async def measure(side: Side, shape: Shape, runs: list[str], limit: int | None) 
     await closed_loop(side, [*warm, Job([longest.randrange(1000, 9000) for _ in range(4096)], 32)])
     report["runs"] = {}
     capacity = 0.0
-    for text in runs:
+    for number, text in enumerate(runs):
         kind, argument = parse_run(text)
         if kind == "decode":
             found = await _decode(side, shape, int(argument))
@@ -181,8 +181,9 @@ async def measure(side: Side, shape: Shape, runs: list[str], limit: int | None) 
             rate = float(argument.removesuffix("%")) * (capacity / 100 if relative else 1)
             if not rate:
                 raise ValueError(f"{text}: a percentage needs a run of S before it")
-            jobs = open_jobs(7, limit or 500)
-            found = {"rate": round(rate, 3), **summary(*await open_loop(side, jobs, rate, 7))}
+            seed = 1000 + number  # or a second open loop would find the first one's prompts in the cache
+            jobs = open_jobs(seed, limit or 500)
+            found = {"rate": round(rate, 3), **summary(*await open_loop(side, jobs, rate, seed))}
         else:
             make = mixed_lengths if kind == "S" else shared_prefixes
             found = summary(*await closed_loop(side, make(int(argument or 0))[:limit]))

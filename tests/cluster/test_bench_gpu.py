@@ -75,13 +75,14 @@ def test_bad_options_are_named(change: dict[str, Any], named: str) -> None:
 def test_a_side_measures_every_kind_of_run(stub_engine: None) -> None:
     shape = SHAPES["qwen3-0.6b"]
     side = gpu_sides.EverwarmSide(shape, {})
-    report = asyncio.run(gpu_sides.measure(side, shape, ["S:0", "open:50%", "P", "decode:2"], limit=12))
+    report = asyncio.run(gpu_sides.measure(side, shape, ["S:0", "open:50%", "open:80%", "P", "decode:2"], limit=12))
     runs = report["runs"]
-    for name in ("S:0", "open:50%", "P"):
+    for name in ("S:0", "open:50%", "open:80%", "P"):
         assert runs[name]["requests"] == 12 and not runs[name]["failed"] and runs[name]["tokens_s"] > 0
         assert 0 < runs[name]["ttft_p50_ms"] <= runs[name]["ttft_p99_ms"]
     assert runs["open:50%"]["rate"] == pytest.approx(runs["S:0"]["requests_s"] / 2, rel=1e-3)
-    assert runs["P"]["cached"] > 0.2 and runs["S:0"]["cached"] == 0
+    assert runs["P"]["cached"] > 0.2
+    assert runs["S:0"]["cached"] == runs["open:50%"]["cached"] == runs["open:80%"]["cached"] == 0
     floor = shape.floor_s(2, 1152) * 1e3
     assert runs["decode:2"]["floor_ms"] == pytest.approx(floor, rel=1e-3)
     assert runs["decode:2"]["share_of_floor"] == pytest.approx(floor / runs["decode:2"]["step_ms"], rel=1e-3)
