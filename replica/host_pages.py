@@ -15,8 +15,10 @@ before a later step reads it. On a CPU both are the runner's one thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import cycle
+from pathlib import Path
 
 import torch
 
@@ -37,16 +39,21 @@ class _Staging:
 
 
 class HostPages:
-    """``num_slots`` pages of host memory behind ``kv``, page-locked for a GPU."""
+    """``num_slots`` pages of host memory behind ``kv``, page-locked for a GPU. Raises ValueError when the machine has
+    less."""
 
     def __init__(self, kv: PagedKV, num_slots: int) -> None:
+        self.num_bytes = num_slots * kv.page_bytes
+        if self.num_bytes > (room := available_bytes()):
+            raise ValueError(
+                f"host_cache_gb: {self.num_bytes / 2**30:.1f} GiB were asked for; {room / 2**30:.1f} GiB are available"
+            )
         cuda = kv.device.type == "cuda"
         self._kv = kv
         self._slots = kv.page_buffer(num_slots, "cpu", pinned=cuda)
         self._side = torch.cuda.Stream(kv.device) if cuda else None
         size = max(1, min(num_slots, STAGING_BYTES // kv.page_bytes))
         self._out, self._in = (cycle([_Staging(kv, size) for _ in range(2)]) for _ in range(2))
-        self.num_bytes = num_slots * kv.page_bytes
 
     def move(self, moves: list[Move]) -> None:
         """Enqueues the copies in order; on a CPU it makes them."""
@@ -93,6 +100,14 @@ class HostPages:
         for memory, part in zip(self._slots, staging.parts, strict=True):
             for i, slot in enumerate(slots):
                 part[i].copy_(memory[slot], non_blocking=True)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, as the kernel estimates it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _portions(move: Move, staged: Iterator[_Staging]) -> Iterator[tuple[list[int], list[int], _Staging]]:

@@ -155,7 +155,7 @@ def bench_article(
         figures = bench.run(load, Console(stderr=True))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    bench.show(figures, Console())
+    bench.show(figures, Console(width=max(110, Console().width)))
     report(figures, bench.UNITS, json_path)
 
 

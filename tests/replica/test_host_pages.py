@@ -93,3 +93,8 @@ def test_a_copy_that_fails_ends_the_replica_and_gives_no_wrong_token() -> None:
                 break
         assert outputs and all("copying pages between device and host failed" in (o.error or "") for o in outputs)
         assert not llm.engine.health().ok
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"host_cache_gb: 10000\.0 GiB were asked for; [\d.]+ GiB are available"):
+        make_runner(host_cache_gb=10_000)
