@@ -99,14 +99,15 @@ class Metrics:
         )
         self._model = model
 
-    def first_token(self, seconds: float, num_prompt: int, num_cached: int) -> None:
+    def first_tokens(self, count: int, seconds: float, num_prompt: int, num_cached: int) -> None:
+        """``count`` tokens that came together, the first of their answer."""
         self._ttft.observe(seconds)
         self._prompt_size.observe(num_prompt)
         self._prompt.inc(num_prompt)
         self._queries.inc(num_prompt)
         self._cached.inc(num_cached)
         self._hits.inc(num_cached)
-        self._tokens.generated += 1
+        self._tokens.generated += count
 
     def tokens(self, count: int, seconds: float) -> None:
         """``count`` tokens that came together, ``seconds`` after the one before them."""

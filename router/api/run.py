@@ -197,7 +197,7 @@ class Run:
         if count := output.num_tokens - before:
             if choice.last_token_s is None:
                 self.first_token_s = self.first_token_s or now
-                self.metrics.first_token(now - self.started_s, len(choice.prompt.ids), choice.num_cached)
+                self.metrics.first_tokens(count, now - self.started_s, len(choice.prompt.ids), choice.num_cached)
             else:
                 self.metrics.tokens(count, now - choice.last_token_s)
             choice.last_token_s = now
@@ -292,14 +292,23 @@ def _job(plan: Plan, prompt: Prompt, index: int, prefix: str) -> Job:
 
 
 async def _admit_all(backend: Backend, jobs: Sequence[Job]) -> list[Ticket]:
-    results = await asyncio.gather(*(backend.admit(job) for job in jobs), return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    tickets = [result for result in results if not isinstance(result, BaseException)]
-    if failures:
-        for ticket in tickets:
-            ticket.cancel()
-        raise failures[0]
-    return tickets
+    tasks = [asyncio.create_task(backend.admit(job)) for job in jobs]
+    try:
+        await asyncio.wait(tasks)
+        return [task.result() for task in tasks]
+    except BaseException:
+        # Also when the client left meanwhile: what is admitted by now, or in spite of this, has no other owner.
+        for task in tasks:
+            if task.cancel():
+                task.add_done_callback(_release)
+            else:
+                _release(task)
+        raise
+
+
+def _release(task: asyncio.Task[Ticket]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().cancel()
 
 
 def _failure(delta: TokenDelta, plan: Plan) -> ApiError:

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.backend import EngineFault
-from tests.router.http_fakes import FakeBackend, asgi_client, make_card, make_tokenizer, saying
+from router.backend import EngineFault, Job
+from tests.router.http_fakes import FakeBackend, FakeTicket, asgi_client, make_card, make_tokenizer, saying
 
 TOKENIZER = make_tokenizer()
 CARD = make_card(TOKENIZER)
@@ -212,6 +212,24 @@ async def test_one_refused_choice_cancels_the_others() -> None:
         response = await client.post("/v1/completions", json={**TEXT, "prompt": [[6], [5], [7]]})
     assert response.status_code == 400
     assert sorted(fake.cancelled) == sorted(t.job.request_id for t in fake.tickets) and len(fake.tickets) == 2
+
+
+async def test_a_client_that_leaves_between_two_admissions_leaves_none() -> None:
+    class Slow(FakeBackend):
+        async def admit(self, job: Job) -> FakeTicket:
+            if len(self.jobs) == 2:
+                await asyncio.sleep(30)
+            return await super().admit(job)
+
+    fake = Slow(saying(TOKENIZER, "hi"))
+    asking = asyncio.create_task(ask(fake, {**TEXT, "n": 3}))
+    while len(fake.tickets) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.sleep(0.01)
+    assert len(fake.tickets) == len(fake.cancelled) == 2
 
 
 async def test_too_many_answers_are_refused() -> None:

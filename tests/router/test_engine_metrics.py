@@ -26,3 +26,10 @@ def test_speculation_by_replica_and_place_in_the_draft() -> None:
         **{(f"{name}draft_tokens_per_pos_total", "a", str(i)): n for i, n in enumerate((4, 3, 2))},
         **{(f"{name}accepted_tokens_per_pos_total", "a", str(i)): n for i, n in enumerate((3, 1, 1))},
     }
+
+
+def test_tokens_that_come_together_count_each() -> None:
+    metrics = Metrics("m", "everwarm")
+    metrics.first_tokens(3, 0.1, 10, 0)
+    metrics.tokens(2, 0.05)
+    assert 'everwarm:generation_tokens_total{model_name="m"} 5.0' in metrics.render([]).decode()
