@@ -352,6 +352,22 @@ def test_a_draft_model_under_preemption_and_on_cached_pages(plain: list[Output])
         assert counters["accepted_tokens"] == counters["drafted_tokens"] > 0, "cached pages hold the draft's part too"
 
 
+def test_pages_from_the_host_lack_the_drafts_part_and_change_no_token() -> None:
+    """They come back zeroed or stale for the draft model, which then guesses worse."""
+    asked = prompts((100, 101, 102, 103, 104, 105), seed=9)
+    greedy = Sampling(temperature=0, max_tokens=16)
+    with open_llm() as llm:
+        expected = [output.ids for output in llm.generate(asked, greedy)]
+    options = {"max_num_pages": 12, "max_model_len": 160, "host_cache_gb": 0.01}
+    with open_drafted(decoder_of(tiny_config(), 3), **TWIN, **options) as llm:
+        for _ in range(3):
+            outputs = [llm.generate([prompt], greedy)[0] for prompt in asked]
+            assert [output.ids for output in outputs] == expected
+        assert min(output.num_cached for output in outputs) == 96, "the pool holds one prompt, the host the others"
+        counters = llm.engine.info()["counters"]
+        assert counters["drafted_tokens"] > 0
+
+
 def test_a_draft_model_beside_grammars() -> None:
     pytest.importorskip("llguidance")
     from test_masking_model import GRAMMARS, asks
