@@ -15,13 +15,14 @@ from drafters import Replay, StubOracle
 from engine_harness import VOCAB, Harness
 from runner_driver import make_config, make_runner, prompts
 
-from replica.batch import FROM_DEVICE
+from replica.batch import FROM_DEVICE, Batch, Row
 from replica.llm import LLM, Output
 from replica.loop import Engine
 from replica.model import Decoder, ModelConfig, random_model, tiny_config
 from replica.ngram import lookup
 from replica.pace import Pace
-from replica.runner import ModelRunner, choose_ops
+from replica.runner import ModelRunner, _Pending, choose_ops
+from replica.sampler import Sampled
 from replica.step_time import StepShape
 from replica.stub import expected_ids
 from replica.token_cost import PRIOR, TokenCost
@@ -278,6 +279,21 @@ def test_prompt_lookup_finds_the_loops_of_a_random_model() -> None:
         info = llm.engine.info()
         assert_speculated(info)
         assert info["steps"]["count"] < 140
+
+
+@pytest.mark.parametrize(("bad", "fault", "scrubbed"), [(None, False, 0), (1, True, 1), (2, False, 1)])
+def test_only_what_becomes_output_can_be_at_fault(bad: int | None, fault: bool, scrubbed: int) -> None:
+    """A rejected guess may lead nowhere, even to NaN: its traces go, its request stays."""
+    runner = make_runner()
+    pages = np.array([3, 4], np.int32)
+    runner._kv[0].k[3, 5] = float("nan")
+    row = Row(0, 5, np.array([1, 50, 60], np.int32), pages, 3, Sampling(temperature=0), position_base=6)
+    sound = torch.tensor([i != bad for i in range(3)])
+    pending = _Pending(Batch(0, [row]), Sampled(torch.tensor([50, 7, 8]), sound, None, None), [], 0.0, {})
+    result = runner._collect(pending)
+    assert (0 in result.faults) is fault and result.ids == [[] if fault else [50, 7]]
+    assert bool(runner._kv[0].k.isnan().any()) is not bool(scrubbed)
+    runner.close()
 
 
 # --- a draft model
