@@ -3,8 +3,9 @@ same weights, threads and prompts.
 
 Cells: prefill of one prompt, then decoding at each batch size. Rounds alternate between the sides, because a shared
 machine drifts by more than what is to be measured; medians are compared. The engine runs whole (scheduler, page pool,
-one-step-ahead loop, sampler), in process. Prompts are random, so prefill finds nothing in the cache; before a decode
-cell its prompts are prefilled once, so that the sequences start together.
+one-step-ahead loop, sampler), in process. Prompts are random. The prefill cell's are new in every round, so that it
+finds nothing in a cache; a decode cell keeps its own, and they are prefilled beforehand where a side has a cache, so
+that the sequences start together.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def run(load: Workload, console: Console) -> dict[str, Any]:
             announce = stack.enter_context(steps(total, console))
             announce("loading the model, once per side")
             sides = _open(load, stack)
-            rates, same, rounds = _measure(load, sides, announce, began)
             losses = _perplexity(load, sides, announce)
+            rates, same, rounds = _measure(load, sides, announce, began)
             described = {side.name: side.describe() for side in sides}
     finally:
         torch.set_num_threads(before)
@@ -155,7 +156,6 @@ def _measure(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, float], int]:
     """(cell -> side -> rate of each counted round, side -> share of equal sequences, rounds counted)."""
     vocab = weights.read_config(locate(load.model, weights=True).path).vocab_size
-    rng = random.Random(load.seed)
     rates: dict[str, dict[str, list[float]]] = {name: {side.name: [] for side in sides} for name in load.cells()}
     equal: dict[str, list[bool]] = defaultdict(list)
     longest, round_ = 0.0, 0
@@ -167,6 +167,7 @@ def _measure(
             break
         for name, (batch, length, count) in load.cells().items():
             announce(f"round {round_} of {load.rounds}, {name}" if round_ else f"warm-up, {name}")
+            rng = random.Random(f"{load.seed} {name} {round_ if count == 1 else 0}")
             asked = [[rng.randrange(vocab) for _ in range(length)] for _ in range(batch)]
             ids: dict[str, list[list[int]]] = {}
             for side in sides if round_ % 2 else reversed(sides):
