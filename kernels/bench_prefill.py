@@ -67,15 +67,14 @@ def _attention(s: Shape, new: int, prefix: int) -> dict[str, float]:
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
     """torch's packed attention on [1, heads, tokens, dim], causal from the bottom right."""
-    packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    ends = [torch.tensor([0, t.shape[0]], dtype=torch.int32, device="cuda") for t in packed[:2]]
-    lengths = (packed[0].shape[0], packed[1].shape[0])
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))
+    ends_q, ends_k = (torch.tensor([0, t.shape[0]], dtype=torch.int32, device="cuda") for t in (q, k))
     # Grouped heads were accepted without being asked for before there was an argument.
     grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def call() -> None:
         for _ in range(LAYERS):
-            varlen_attn(*packed, *ends, *lengths, window_size=(-1, 0), **grouped)
+            varlen_attn(q, k, v, ends_q, ends_k, len(q), len(k), window_size=(-1, 0), **grouped)
 
     return call
 

@@ -69,7 +69,8 @@ def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
 
 class StepGraphs:
     """Captured steps over one decoder and its pages. ``last`` int64 [max_batch + 1]: newest id per engine slot; its
-    last entry is the padding's. At most ``max_tokens`` tokens in a mixed step."""
+    last entry is the padding's. At most ``max_tokens`` tokens in a mixed step. ``share``: splits of the context that rows
+    have in common may be read once."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class StepGraphs:
         page_size: int,
         max_context: int,
         max_tokens: int,
+        share: bool = True,
     ) -> None:
         max_rows = last.shape[0] - 1
         self._decoder, self._kv, self._last = decoder, kv, last
@@ -89,7 +91,7 @@ class StepGraphs:
         self.max_context = max_context
         self._heads = decoder.shape.num_kv_heads
         self._bounds, self._wide = _up_to(CONTEXTS, max_context), _up_to(WIDE_CONTEXTS, max_context)
-        self._members = members(decoder.shape)
+        self._members = members(decoder.shape) if share else 0
         self._sharing: tuple[list[Row], Sharing] | None = None
         """What find last found."""
         width = -(-max_context // page_size)

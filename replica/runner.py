@@ -286,7 +286,7 @@ class ModelRunner:
         context = min(self.max_model_len, (self.num_pages - 1) * self.config.page_size)
         self._graphs = StepGraphs(
             self._decoder, self._kv, self._sampler.last, page_size=self.config.page_size, max_context=context,
-            max_tokens=self.config.chunk_size,
+            max_tokens=self.config.chunk_size, share=not self.config.deterministic,
         )  # fmt: skip
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
         with torch.inference_mode():

@@ -27,7 +27,7 @@ class Sharing:
 def find_sharing(rows: Sequence[Row], *, page_size: int, split: int, members: int, limit: int) -> Sharing | None:
     """Of rows with one new token; None: no two have a split in common. At most ``limit`` items of ``members`` rows."""
     per = split // page_size
-    tables = [row.pages[per - 1 : row.start // page_size : per] if len(row.token_ids) == 1 else () for row in rows]
+    tables = [row.pages[per - 1 : row.start // page_size if len(row.token_ids) == 1 else 0 : per] for row in rows]
     depth = max(map(len, tables))
     if depth == 0 or len({table[0] for table in tables if len(table)}) == sum(len(table) > 0 for table in tables):
         return None

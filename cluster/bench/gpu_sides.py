@@ -15,6 +15,7 @@ import platform
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class VllmSide:
         return {}
 
 
-SIDES = {"everwarm": EverwarmSide, "vllm": VllmSide}
+SIDES: dict[str, Callable[[Shape, dict[str, Any]], Side]] = {"everwarm": EverwarmSide, "vllm": VllmSide}
 
 
 def write_model_folder(shape: Shape, folder: Path) -> None:
