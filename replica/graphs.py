@@ -69,8 +69,8 @@ def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
 
 class StepGraphs:
     """Captured steps over one decoder and its pages. ``last`` int64 [max_batch + 1]: newest id per engine slot; its
-    last entry is the padding's. At most ``max_tokens`` tokens in a mixed step. ``share``: splits of the context that rows
-    have in common may be read once."""
+    last entry is the padding's. At most ``max_tokens`` tokens in a mixed step. ``share``: splits of the context that
+    rows have in common may be read once."""
 
     def __init__(
         self,
