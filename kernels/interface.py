@@ -136,7 +136,8 @@ class Ops(Protocol):
         ...
 
     def linear_add(self, x: torch.Tensor, weight: torch.Tensor, residual: Stream, next_norm: torch.Tensor) -> Stream:
-        """residual.h + x @ weight.T; may overwrite x. A fused implementation also writes ``scaled`` and ``sumsq`` for next_norm."""
+        """residual.h + x @ weight.T; may overwrite x. A fused implementation also writes ``scaled`` and ``sumsq`` for
+        next_norm."""
         ...
 
     def norm_mlp(self, x: Stream, norm: torch.Tensor, eps: float, gate_up: torch.Tensor) -> torch.Tensor:
