@@ -9,7 +9,7 @@ from replica import grammar
 from replica.llm import LLM, Output
 from router.wire import Sampling
 
-COUNT = 24
+COUNT = 12
 _GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /[0-9]+(,[0-9]+)*/'
 
 
@@ -34,7 +34,15 @@ def effects(llm: LLM, prompt: list[int], *, with_grammar: bool) -> list[Effect]:
     """One entry per field of Sampling. Raises LookupError for a field that nobody wrote a check for."""
     drawn: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": COUNT}
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": COUNT}
-    cold = _one(llm, prompt, greedy).ids
+    seen: dict[str, Output] = {}
+
+    def output(options: dict[str, Any]) -> Output:
+        """Many options share a base."""
+        if (key := repr(sorted(options.items()))) not in seen:
+            seen[key] = _one(llm, prompt, options)
+        return seen[key]
+
+    cold = output(greedy).ids
     often = max(set(cold), key=cold.count)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "max_tokens": (greedy, {"max_tokens": 3}),
@@ -62,7 +70,7 @@ def effects(llm: LLM, prompt: list[int], *, with_grammar: bool) -> list[Effect]:
         if option.name == "grammar" and not with_grammar:
             continue
         base, change = cases[option.name]
-        before, after = _one(llm, prompt, base), _one(llm, prompt, base | change)
+        before, after = output(base), output(base | change)
         found.append(Effect(option.name, _seen(before) != _seen(after), f"{_text(base)} against {_text(change)}"))
     return found
 
