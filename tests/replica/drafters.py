@@ -1,4 +1,4 @@
-"""Drafters for tests: they know what will be said, and are wrong now and then."""
+"""Drafters for tests, which know what will be said and are wrong now and then, and what to ask of an engine after."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from replica.loop import Engine
 from replica.stub import expected_ids
 
 
@@ -44,3 +45,18 @@ class StubOracle(Replay):
                 expected_ids(ids.tolist(), count, seed=self._seed, vocab_size=self._vocab_size), np.int32
             )
         return self._spoil(self._memo[key], len(ids), int(ids[0]))
+
+
+def at_no_price(engine: Engine) -> None:
+    """How far it guesses shall not depend on how busy this machine is."""
+    if engine.speculation is not None:
+        engine.speculation._cost.price = lambda rows: 0.02
+
+
+def assert_speculated(info: dict) -> None:
+    """There were right guesses and wrong ones, and every position counts those who got there."""
+    drafted, accepted = info["speculation"]["drafted"], info["speculation"]["accepted"]
+    assert drafted == sorted(drafted, reverse=True) and all(a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert 0 < sum(accepted) < sum(drafted)
+    assert info["counters"]["drafted_tokens"] == sum(drafted)
+    assert info["counters"]["accepted_tokens"] == sum(accepted)
