@@ -199,7 +199,7 @@ class Soak:
         engine.check_invariants()
         engine.snapshot()  # what is outstanding has been emitted
         info = engine.info()
-        cpu_ms = [round(1e3 * (b.cpu_s - a.cpu_s) / (b.steps - a.steps), 3) for a, b in pairwise(marks)]
+        cpu_ms = [round(1e3 * (b.cpu_s - a.cpu_s) / max(1, b.steps - a.steps), 3) for a, b in pairwise(marks)]
         relative = [round(ms / mark.yardstick_ms, 3) for ms, mark in zip(cpu_ms, marks[1:], strict=True)]
         figures = {
             "requests": self.num_requests, "seconds": round(seconds, 1), "steps": info["steps"]["count"],

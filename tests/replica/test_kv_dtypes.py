@@ -17,8 +17,8 @@ from replica.model import tiny_config
 from router.wire import Sampling
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 130)
-GREEDY = Sampling(temperature=0, max_tokens=24)
-SEEDED = Sampling(temperature=1.0, seed=5, max_tokens=24)
+GREEDY = Sampling(temperature=0, max_tokens=16)
+SEEDED = Sampling(temperature=1.0, seed=5, max_tokens=16)
 
 
 @contextmanager

@@ -22,11 +22,11 @@ def test_nothing_wears_out(options: dict) -> None:
 
 
 def test_a_damaged_page_would_have_been_noticed() -> None:
-    soak = Soak(150)
+    soak = Soak(100)
     engine, flipped = soak.llm.engine, []
 
     def flip(sent: int, memory: int) -> None:
-        if sent >= 60 and (keys := engine.pool.keys()):
+        if sent >= 40 and (keys := engine.pool.keys()):
             page = engine.pool.page_of(keys[0])
             if page is not None:
                 engine.runner.kv.flip_bit(page, word=7, bit=6)
@@ -37,4 +37,4 @@ def test_a_damaged_page_would_have_been_noticed() -> None:
     finally:
         soak.close()
     assert flipped and figures["problems"], "neither the canary nor a probe saw it"
-    assert sum(figures["ends"].get(str(finish), 0) for finish in Finish) == 150
+    assert sum(figures["ends"].get(str(finish), 0) for finish in Finish) == 100
