@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import random
@@ -167,12 +168,13 @@ class Soak:
             if self.probes.setdefault(state.probe, state.ids) != state.ids:
                 self.wrong.append(f"probe {state.probe} got {state.ids}, at first {self.probes[state.probe]}")
 
-    def run(self, progress: Any = None) -> dict[str, Any]:
-        """Serves all requests; returns the figures, with ``problems`` empty when everything holds."""
+    def run(self, progress: Any = None, seconds: float = math.inf) -> dict[str, Any]:
+        """Serves all requests, or those that ``seconds`` suffice for; returns the figures, with ``problems`` empty when
+        everything holds. A tenth is one of the requests, or of the time where that is given."""
         sent, began = 0, time.monotonic()
         marks = [self._mark()]
-        while sent < self.num_requests or self.open:
-            while sent < self.num_requests and len(self.open) < IN_FLIGHT:
+        while (more := sent < self.num_requests and time.monotonic() < began + seconds) or self.open:
+            while more and sent < self.num_requests and len(self.open) < IN_FLIGHT:
                 self._submit()
                 sent += 1
                 if sent % YARDSTICK_EVERY == 0:
@@ -180,13 +182,14 @@ class Soak:
                 if sent % AUDIT_EVERY == 0:
                     self.llm.engine.check_invariants()
                     self.num_audits += 1
-                if sent % (self.num_requests // 10) == 0:
+                passed = 10 * max(sent / self.num_requests, (time.monotonic() - began) / seconds)
+                if passed >= len(marks):
                     marks.append(self._mark())
                     if progress is not None:
                         progress(sent, marks[-1].memory)
             if self.open:
                 self._take(self.deltas.get(timeout=60))
-        return self._figures(time.monotonic() - began, marks)
+        return self._figures(sent, time.monotonic() - began, marks)
 
     def _mark(self) -> _Mark:
         yardstick_ms = 1e3 * statistics.median(self.yardsticks or [yardstick_s()])
@@ -194,7 +197,7 @@ class Soak:
         steps = self.llm.engine.num_steps
         return _Mark(resident_bytes(), steps, time.process_time(), len(self.follower.step_ms), yardstick_ms)
 
-    def _figures(self, seconds: float, marks: list[_Mark]) -> dict[str, Any]:
+    def _figures(self, sent: int, seconds: float, marks: list[_Mark]) -> dict[str, Any]:
         engine, steps = self.llm.engine, self.follower.step_ms
         engine.check_invariants()
         engine.snapshot()  # what is outstanding has been emitted
@@ -202,7 +205,7 @@ class Soak:
         cpu_ms = [round(1e3 * (b.cpu_s - a.cpu_s) / max(1, b.steps - a.steps), 3) for a, b in pairwise(marks)]
         relative = [round(ms / mark.yardstick_ms, 3) for ms, mark in zip(cpu_ms, marks[1:], strict=True)]
         figures = {
-            "requests": self.num_requests, "seconds": round(seconds, 1), "steps": info["steps"]["count"],
+            "requests": sent, "seconds": round(seconds, 1), "steps": info["steps"]["count"],
             "audits": self.num_audits + 1, "ends": dict(sorted(self.ends.items())),
             "counters": info["counters"], "host": info["pages"]["host"], "canary": info["watch"]["canary"],
             "memory_mib": [round(mark.memory / 2**20, 1) for mark in marks[1:]], "cpu_ms_per_step": cpu_ms,
@@ -264,6 +267,7 @@ def quantiles(values: array) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="send no more after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the engine's")
     args = parser.parse_args()
@@ -275,7 +279,7 @@ def main() -> int:
         print(f"{sent:8d} requests, {memory / 2**20:7.1f} MiB", file=sys.stderr, flush=True)
 
     try:
-        figures = soak.run(progress)
+        figures = soak.run(progress, args.seconds)
     finally:
         soak.close()
     for problem in figures["problems"]:
