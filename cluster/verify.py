@@ -22,7 +22,7 @@ from rich.console import Console
 from cluster.bench.peer import as_transformers
 from cluster.bench.progress import Announce, steps
 from cluster.checkpoint import locate
-from cluster.verify_cases import Case, Plan, covering, every, must_preempt, name_of, options_of, plan_for, sensible
+from cluster.verify_cases import Case, Plan, covering, every, name_of, options_of, plan_for, sensible
 from cluster.verify_faults import FAULTS
 from cluster.verify_lossy import Loss, measure
 from cluster.verify_reference import Asked, Expected, expect, workload
@@ -191,8 +191,6 @@ def _judge(bench: Bench, case: Case, plan: Plan, announce: Announce) -> Verdict:
     for index, (expected, output) in enumerate(zip(bench.expected, outputs, strict=True)):
         difference = _compare(verdict, index, expected, output, tolerance)
         verdict.difference = verdict.difference or difference
-    if must_preempt(case) and not verdict.counters["preemptions"]:
-        verdict.difference = verdict.difference or Difference(verdict.case, 0, 0, "no request was preempted")
     return verdict
 
 

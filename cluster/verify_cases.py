@@ -111,8 +111,3 @@ def options_of(case: Case, longest: int, model: ModelFacts, dtype: str) -> dict[
         if case["speculative"] == "draft":
             options["speculative_layers"] = max(1, model.num_layers // 2)
     return options
-
-
-def must_preempt(case: Case) -> bool:
-    """In a tiny pool, pages on demand run out while requests decode."""
-    return bool(case["pool"] == "tiny" and case["kv_cache_paging"] and case["scheduler"] == "continuous")
