@@ -26,4 +26,5 @@ def long_answer(index: int, *, stream: bool, **fields: Any) -> dict[str, Any]:
     """A completion of 1,500 tokens to a prompt of its own."""
     rng = random.Random(index)
     prompt = [rng.randrange(256) for _ in range(40)]
-    return {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": stream, **fields}
+    body = {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": stream}
+    return {**body, **fields}

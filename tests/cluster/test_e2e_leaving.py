@@ -20,8 +20,9 @@ from http_client import long_answer, post
 from cluster.private import PrivateCluster, wait_ready
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
-WITHIN_S = 3.0
-"""Serve's Python proxy alone may take a second to tell of 200 disconnects; tests/cluster/test_leaving.py is strict."""
+WITHIN_S = 5.0
+"""Through Serve's Python proxy, which alone may take seconds to tell of 200 disconnects on a busy machine, and with
+/v1/engine waiting for a dead replica's word. tests/cluster/test_leaving.py holds the cluster itself to one second."""
 
 
 def engines(client: httpx.Client, app: Deployed) -> list[dict[str, Any]]:
@@ -148,13 +149,16 @@ async def test_an_update_drains_and_loses_nothing(cluster: PrivateCluster) -> No
         until_free(client, app, 5)
 
 
+LONG: dict[str, Any] = {"max_tokens": 4000, "stream": False}
+
+
 def rss_mb(pattern: str) -> dict[str, float]:
     """Resident memory of the processes whose title has ``pattern``, by title."""
     out = {}
     for process in psutil.process_iter(["cmdline"]):
         title = " ".join(process.info["cmdline"] or ())
         if pattern in title:
-            out[f"{title.rpartition(':')[2]} {process.pid}"] = process.memory_info().rss / 2**20
+            out[f"{title.rpartition(':')[2].strip()} {process.pid}"] = process.memory_info().rss / 2**20
     return out
 
 
@@ -172,9 +176,9 @@ async def test_memory_is_flat_over_10000_requests(cluster: PrivateCluster) -> No
 
         async def ask(index: int) -> None:
             body = {"prompt": f"{'word ' * 30}{index % 64}", "max_tokens": 8, **kinds[index % len(kinds)]}
-            if index % 50 == 7:
+            if index % 48 == 12:
                 with pytest.raises(httpx.ReadTimeout):
-                    await client.post(f"{url}/v1/completions", json=body | {"max_tokens": 4000}, timeout=0.05)
+                    await client.post(f"{url}/v1/completions", json=body | {"ignore_eos": True, **LONG}, timeout=0.2)
                 return
             response = await client.post(f"{url}/v1/completions", json=body)
             assert response.status_code == (400 if "temperature" in body else 200), response.text

@@ -72,7 +72,9 @@ async def test_200_clients_that_vanish(tiny: Path) -> None:
 
 async def test_clients_that_read_a_byte_a_second(tiny: Path) -> None:
     async with stack(str(tiny), 1, max_num_pages=1024) as made, listening(made) as url:
-        slow = [post(url, long_answer(i, stream=True, logprobs=20), receive_buffer=2048) for i in range(4)]
+        slow = [
+            post(url, long_answer(i, stream=True, logprobs=20, max_tokens=400), receive_buffer=2048) for i in range(4)
+        ]
         await running(made, 4)
         for _ in range(2):
             assert all([await asyncio.to_thread(connection.recv, 1) for connection in slow])
