@@ -75,6 +75,7 @@ def bench_engine(
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are compared.")] = 3,
     quantization: Annotated[str, typer.Option(help="Also run our engine so: w8a8.")] = "none",
     peer: Annotated[str, typer.Option(help="transformers, xllamacpp (llama.cpp, GGUF only) or none.")] = "auto",
+    perplexity_tokens: Annotated[int, typer.Option(min=0, help="Scored to compare a quantization; 0: none.")] = 5120,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 75.0,
     quick: Annotated[bool, typer.Option("--quick", help="One round of small cells; no goal is judged.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
@@ -91,7 +92,7 @@ def bench_engine(
         )
     load = bench.Workload(
         model, threads, prompt, context, tuple(int(part) for part in sizes), tokens, rounds, quantization, peer,
-        budget_s=budget,
+        perplexity_tokens, budget,
     )  # fmt: skip
     try:
         figures = bench.run(bench.quick(load) if quick else load, Console(stderr=True))
