@@ -86,6 +86,35 @@ async def test_a_dead_replicas_answer_goes_on_elsewhere_within_its_grammar(tiny:
         assert resumed["finish_reason"] == whole["finish_reason"] == "stop"
 
 
+DEAD_ENDS: list[dict[str, Any]] = [
+    {"structured_outputs": {"choice": ["abc"]}, "allowed_token_ids": [0, 1]},
+    {
+        "structured_outputs": {"regex": "a+b"},
+        "bad_words": ["b"],
+        "allowed_token_ids": [66, 67],
+        "logit_bias": {"66": 5},
+    },
+    {"allowed_token_ids": [65], "bad_words": ["b"]},
+    {"allowed_token_ids": [EOS], "min_tokens": 2},
+]
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_that_leaves_itself_no_token_is_refused(tiny: Path) -> None:
+    async with stack(str(tiny), 1, max_num_pages=64) as made:
+        byte = {raw: index for index, raw in enumerate(made.api.services.card.tokenizer.token_bytes)}
+        assert byte[b"b"] == 65, "the ids of the cases"
+        beside = asyncio.create_task(made.http.post("/v1/completions", json={"prompt": "y", "max_tokens": 100}))
+        for fields in DEAD_ENDS:
+            body = {"prompt": "x", "max_tokens": 8, **fields}
+            answer = await made.http.post("/v1/completions", json=body)
+            assert answer.status_code == 400 and "leave no token" in answer.json()["error"]["message"], answer.text
+            lines = (await made.http.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n")
+            assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+        assert (await beside).status_code == 200
+        await until(lambda: all_pages_free(made))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_random_weights_answer_200_requests_over_40_schemas(tiny: Path) -> None:
