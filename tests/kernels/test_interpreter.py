@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run compiled here")
 def test_every_kernel_under_the_interpreter() -> None:
+    cores = min(4, len(os.sched_getaffinity(0)))
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/kernels/device"],
+        [sys.executable, "-m", "pytest", "-q", "-n", str(cores), "-p", "no:cacheprovider", "-W", "ignore",
+         "tests/kernels/device"],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=850,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
