@@ -105,6 +105,7 @@ def test_clients_that_read_a_byte_a_second(pair: Deployed) -> None:
     assert took < WITHIN_S
 
 
+@pytest.mark.slow
 def test_what_a_killed_replica_held_is_free(pair: Deployed) -> None:
     """kill -9 under 24 requests, whose clients leave a moment later: the survivor and both routers hold nothing."""
     with httpx.Client(timeout=30) as client:
