@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cluster.bench.llama_cpp import XLlamaCpp
 from cluster.bench.perplexity import WINDOW, perplexity, text_ids
@@ -219,11 +220,13 @@ def show(figures: dict[str, Any], console: Console) -> None:
     cells = figures["cells"]
     first = next(iter(cells.values()))
     names, pairs = [side for side in first if side != "ratios"], list(first["ratios"])
+    pairs = [pair for pair in pairs if GOALS[pair]] or pairs
     title = (
         f"tokens per second, {figures['threads']} threads; prefill {figures['prompt']}, decode from "
         f"{figures['context']} tokens; medians of {figures['rounds']}"
     )
-    table = Table("", *names, *pairs, title=title, title_justify="left")
+    columns = [Column(head, justify="right", no_wrap=True) for head in (*names, *pairs)]
+    table = Table("", *columns, title=title, title_justify="left", box=SIMPLE_HEAD)
     for name, cell in cells.items():
         row = [f"{cell[side]['tok_s']:.0f}" for side in names]
         for pair in pairs:
