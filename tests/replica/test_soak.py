@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from replica.soak import Soak
@@ -19,6 +21,27 @@ def test_nothing_wears_out(options: dict) -> None:
         soak.close()
     assert not figures["problems"], figures
     assert figures["audits"] == 13 and figures["canary"]["compared"] > 1000
+
+
+@pytest.mark.slow
+def test_steps_that_get_slower_would_have_been_noticed() -> None:
+    soak = Soak(400)
+    enqueue, steps = soak.llm.engine.runner._enqueue, 0
+
+    def slower(batch):
+        nonlocal steps
+        steps += 1
+        until = time.thread_time() + 1e-5 * steps
+        while time.thread_time() < until:
+            pass
+        return enqueue(batch)
+
+    soak.llm.engine.runner._enqueue = slower
+    try:
+        figures = soak.run()
+    finally:
+        soak.close()
+    assert any("slower" in problem for problem in figures["problems"]), figures["slower"]
 
 
 def test_a_damaged_page_would_have_been_noticed() -> None:
