@@ -67,7 +67,7 @@ class EngineConfig(BaseModel):
     scheduler: Literal["continuous", "static"] = "continuous"
     """static: a batch runs to its end before the next starts (the baseline)."""
     max_batch_size: Count = "auto"
-    """Requests in one step; auto: 256 on a GPU, 16 on a CPU."""
+    """Requests in one step; auto: 256 on a GPU, 32 on a CPU."""
     max_prefill_batch: int = Field(8, ge=1)
     """Requests that may be prefilling in one step."""
     prefill_priority: Literal["low", "high"] = "low"
@@ -300,7 +300,7 @@ def _resolve_memory(
 def _resolve_budget(
     config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], why: dict[str, str], pick: Any
 ) -> None:
-    batch = 256 if cuda else 16
+    batch = 256 if cuda else 32
     if config.chunk_size != "auto" and config.chunked_prefill:
         batch = min(batch, config.chunk_size)
     if not config.kv_cache_paging:
