@@ -41,7 +41,7 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics("m", "everwarm")
     metrics.router = "router-1"
     metrics.registry.register(PlaneCollector(Dispatcher(b"s" * 32)))
-    metrics.first_token(0.1, 10, 5)
+    metrics.first_tokens(1, 0.1, 10, 5)
     metrics.tokens(2, 0.01)
     metrics.finished("stop", 1.0, 3)
     metrics.failed("overloaded")

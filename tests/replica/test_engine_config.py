@@ -19,7 +19,7 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = resolve(EngineConfig(), SMALL, DeviceFacts(cores=4, alone=False))
     assert (config.dtype, config.device, config.threads) == ("float32", "cpu", 1)
-    assert (config.max_batch_size, config.chunk_size, config.long_prefill_tokens) == (16, 512, 256)
+    assert (config.max_batch_size, config.chunk_size, config.long_prefill_tokens) == (32, 512, 256)
     assert config.num_pages == int(2**30 / (2 * 30 * 3 * 64 * 4 * 16)) and config.max_model_len == 8192
     for name, reason in config.reasons.items():
         assert f"{name} = {reason}" in caplog.text
