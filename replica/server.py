@@ -71,17 +71,13 @@ class _Router:
 
 
 def _collect(deltas: list[tuple[Any, TokenDelta]], to: dict[_Router, list[list[Any]]]) -> None:
-    last: _Router | None = None
-    parts: list[list[Any]] = []
     for owner, delta in deltas:
         router: _Router = owner
         if delta.request_id not in router.requests:
             continue  # cancelled meanwhile, or its router is gone
         if delta.finish is not None:
             router.requests.discard(delta.request_id)
-        if router is not last:
-            last, parts = router, to.setdefault(router, [])
-        parts.append(delta.to_wire())
+        to.setdefault(router, []).append(delta.to_wire())
 
 
 def _encode_deltas(deltas: dict[_Router, list[list[Any]]], to: dict[_Router, list[bytes]]) -> None:
