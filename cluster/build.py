@@ -164,6 +164,7 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
         replica_id=name,
         on_deltas=server.on_deltas,
         on_events=server.on_events,
+        on_said=server.send_out,
         masks=open_grammars(checkpoint, runner.vocab_size),
     )
     server.attach(engine)

@@ -59,6 +59,7 @@ class Engine:
 
     ``on_deltas`` gets, once per processed step, every (owner, delta); owner is the object given to ``submit``.
     ``on_events`` gets one EventBatch per step with changes and a heartbeat at least every 50 ms.
+    ``on_said`` is called once after either or both, so that a step's output can be sent in one go.
     ``masks`` makes a request's grammar mask source; without it, grammars are refused.
     """
 
@@ -71,6 +72,7 @@ class Engine:
         replica_id: str = "local",
         on_deltas: Callable[[list[tuple[Any, TokenDelta]]], None],
         on_events: Callable[[EventBatch], None],
+        on_said: Callable[[], None] = lambda: None,
         masks: MaskFactory | None = None,
     ) -> None:
         room = (runner.num_pages - 1) * config.page_size
@@ -88,7 +90,7 @@ class Engine:
         self.counters: Counter[str] = Counter()
         self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
-        self._on_deltas, self._on_events = on_deltas, on_events
+        self._on_deltas, self._on_events, self._on_said = on_deltas, on_events, on_said
         self._depth = 2 if config.async_scheduling else 1
         self._flights: deque[_Flight] = deque()
         self._live: dict[tuple[int, str], Request] = {}
@@ -201,6 +203,7 @@ class Engine:
                 )
             self._live.clear()
             self._hand_out()
+            self._tell(self._on_said)
         for flight in self._flights:
             flight.step.wait(5.0)
         self._stopping = True
@@ -357,33 +360,37 @@ class Engine:
 
     # --- what leaves the loop
 
-    def _speak(self) -> None:
-        self._hand_out()
-        self._emit()
+    def _speak(self, *, now: bool = False) -> None:
+        """Hands out what there is to say; ``now``: an event batch in any case."""
+        handed, emitted = self._hand_out(), self._emit(now)
+        if handed or emitted:
+            self._tell(self._on_said)
 
-    def _hand_out(self) -> None:
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            try:
-                self._on_deltas(deltas)
-            except Exception:
-                log.exception("on_deltas failed")
+    def _tell(self, callback: Callable[..., None], *said: Any) -> None:
+        try:
+            callback(*said)
+        except Exception:
+            log.exception("%r failed", callback)
 
-    def _emit(self, *, now: bool = False) -> None:
+    def _hand_out(self) -> bool:
+        if not self._deltas:
+            return False
+        deltas, self._deltas = self._deltas, []
+        self._tell(self._on_deltas, deltas)
+        return True
+
+    def _emit(self, now: bool) -> bool:
         due = time.monotonic() - self._last_emit >= HEARTBEAT_S
         if not (due or now or self.events.has_changes):
-            return
+            return False
         if due:
             self._fit = self.step_time.coefficients
         self._last_emit = time.monotonic()
-        batch = self.events.emit(load_of(self.scheduler, self._fit))
-        try:
-            self._on_events(batch)
-        except Exception:
-            log.exception("on_events failed")
+        self._tell(self._on_events, self.events.emit(load_of(self.scheduler, self._fit)))
+        return True
 
     def _take_snapshot(self) -> list[Snapshot]:
-        self._emit(now=True)
+        self._speak(now=True)
         return self.events.snapshot(self.pool.residency(), load_of(self.scheduler, self._fit))
 
     def _progress(self) -> tuple[float, float]:

@@ -1,16 +1,16 @@
 """The replica's end of the token plane: routers' connections on one side, the engine's thread on the other.
 
-The engine calls :meth:`TokenServer.on_deltas` and :meth:`TokenServer.on_events` from its own thread; both only append
-to a queue and wake the event loop once, so a step costs the engine a few microseconds whatever the batch. Per step
-and router one TOKENS frame goes out, and an event batch is encoded once for all routers.
+The engine calls :meth:`TokenServer.on_deltas`, :meth:`TokenServer.on_events` and then :meth:`TokenServer.send_out`
+from its own thread, which also writes the sockets: per step and router one write with one TOKENS frame, and an event
+batch encoded once for all routers. The event loop has what routers send, heartbeats, and what a socket did not take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +43,9 @@ SNAPSHOT_PAUSE_S = 0.002
 @dataclass(frozen=True)
 class ServerOptions:
     """Seconds and bytes. ``event_backlog``: a router with more unsent misses event batches and catches up by replay
-    or snapshot; ``max_waiting`` (steps): the same when the event loop itself lags behind the engine."""
+    or snapshot."""
 
     event_backlog: int = 1 << 20
-    max_waiting: int = 4096
     max_handshakes: int = 64
     max_routers: int = 256
     first_batch_timeout_s: float = 60.0
@@ -112,12 +111,13 @@ class TokenServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparer = Preparer()
         self._draining = False
-        self._first_batch = asyncio.Event()
+        self._first_batch = threading.Event()
         self._epoch = 0
         self._seq = 0
         self._batch_at = time.monotonic()
-        self._outbox: deque[list[tuple[Any, TokenDelta]] | EventBatch] = deque()
-        self._woken = False
+        self._outbox: list[list[tuple[Any, TokenDelta]] | EventBatch] = []
+        self._sending = threading.Lock()
+        """Held while something is neither in the outbox nor with its connection."""
         self._handlers: dict[int, Callable[[_Router, list[Any]], None]] = {
             Kind.SUBMIT: self._on_submit,
             Kind.CANCEL: self._on_cancel,
@@ -140,8 +140,11 @@ class TokenServer:
         """
         assert self._engine is not None, "attach an engine first"
         self._loop = asyncio.get_running_loop()
-        self._wake()
-        await asyncio.wait_for(self._first_batch.wait(), self._options.first_batch_timeout_s)
+        until = time.monotonic() + self._options.first_batch_timeout_s
+        while not self._first_batch.is_set():
+            if time.monotonic() >= until:
+                raise TimeoutError(f"the engine said nothing in {self._options.first_batch_timeout_s} s")
+            await asyncio.sleep(0.01)
         self._server = await self._loop.create_server(self._accept, host, port)
         bound = self._server.sockets[0].getsockname()
         return bound[0], bound[1]
@@ -169,8 +172,13 @@ class TokenServer:
 
     def _quiet(self) -> bool:
         assert self._engine is not None
-        unsent = any(router.requests or router.connection.unsent for router in self._routers.values())
-        return self._engine.idle() and not self._outbox and not unsent and not self._preparer
+        if not self._engine.idle() or self._preparer or not self._sending.acquire(blocking=False):
+            return False
+        try:
+            unsent = any(router.requests or router.connection.unsent for router in self._routers.values())
+            return not self._outbox and not unsent
+        finally:
+            self._sending.release()
 
     async def close(self, *, abort: bool = False) -> None:
         """End every connection, with what is unsent unless ``abort``; the engine cancels what they had running."""
@@ -199,53 +207,40 @@ class TokenServer:
     # --- from the engine's thread
 
     def on_deltas(self, deltas: list[tuple[Any, TokenDelta]]) -> None:
-        """One step's deltas with their owners. Any thread; never blocks."""
+        """One step's deltas with their owners. They leave with :meth:`send_out`."""
         self._outbox.append(deltas)
-        self._wake()
 
     def on_events(self, batch: EventBatch) -> None:
-        """The next batch of the event stream. Any thread; never blocks. The batch must not change afterwards."""
-        if len(self._outbox) < self._options.max_waiting:
-            self._outbox.append(batch)
-        self._wake()
+        """The next batch of the event stream, which must not change afterwards. It leaves with :meth:`send_out`."""
+        self._outbox.append(batch)
 
-    def _wake(self) -> None:
-        # a lost race costs one superfluous wake-up; a set flag always has a flush behind it
-        loop = self._loop
-        if self._woken or loop is None:
-            return
-        self._woken = True
-        try:
-            loop.call_soon_threadsafe(self._flush)
-        except RuntimeError:
-            self._woken = False  # the loop is closed: nobody is left to tell
-
-    # --- to the routers
-
-    def _flush(self) -> None:
-        """Everything that waits, in order, as one write per router."""
-        self._woken = False
-        outbox = self._outbox
+    def send_out(self) -> None:
+        """Everything that waits, in order, as one write per router. The thread of the two above; never blocks."""
         deltas: dict[_Router, list[list[Any]]] = {}
         frames: dict[_Router, list[bytes]] = {}
-        for _ in range(len(outbox)):
-            item = outbox.popleft()
-            if isinstance(item, EventBatch):
-                _encode_deltas(deltas, frames)
-                self._add_events(item, frames)
-            else:
-                _collect(item, deltas)
-        _encode_deltas(deltas, frames)
-        for router, parts in frames.items():
-            router.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
+        last: EventBatch | None = None
+        with self._sending:
+            outbox, self._outbox = self._outbox, []
+            for item in outbox:
+                if isinstance(item, EventBatch):
+                    last = item
+                    _encode_deltas(deltas, frames)
+                    self._add_events(item, frames)
+                else:
+                    _collect(item, deltas)
+            _encode_deltas(deltas, frames)
+            for router, parts in frames.items():
+                router.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
+        if last is not None:  # only now may a PONG speak of it
+            self._epoch, self._seq, self._batch_at = last.epoch, last.seq, time.monotonic()
+            self._first_batch.set()
 
     def _add_events(self, batch: EventBatch, frames: dict[_Router, list[bytes]]) -> None:
-        self._epoch, self._seq, self._batch_at = batch.epoch, batch.seq, time.monotonic()
-        self._first_batch.set()
-        if not self._routers:
+        routers = list(self._routers.values())  # in one go: the event loop adds and removes
+        if not routers:
             return
         frame = batch.to_frame()
-        for router in self._routers.values():
+        for router in routers:
             if router.connection.unsent > self._options.event_backlog:
                 router.skipped_batches += 1
             else:
@@ -311,17 +306,19 @@ class TokenServer:
     def _submit(self, router: _Router, submit: Submit) -> None:
         assert self._engine is not None
         request = submit.request_id
+        router.requests.add(request)  # before its first delta can come
         try:
             if self._draining:
                 raise Refusal(Code.DRAINING, "this replica drains")
             self._engine.submit(router, submit)
         except Refusal as refusal:
+            router.requests.discard(request)
             router.connection.send(refusal.to_frame(request))
         except Exception as error:  # one request's fault ends that request only
             log.exception("submitting %s failed", request)
+            router.requests.discard(request)
             router.connection.send(Refusal(Code.FAULT, f"the engine failed on it: {error!r}").to_frame(request))
         else:
-            router.requests.add(request)
             router.connection.send(encode(Kind.ACCEPT, request))
 
     def _on_cancel(self, router: _Router, frame: list[Any]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from router.handshake import HandshakeError, Peer
+from router.outlet import Outlet
 from router.wire import MAX_FRAME, FrameBuffer, Kind, ProtocolError, encode
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class Handler(Protocol):
 
 
 class Connection(asyncio.Protocol):
+    """Everything on the event loop, except :meth:`send`."""
+
     def __init__(
         self, handshake: Callable[[], Handshake], handler: Handler, options: ConnectionOptions | None = None
     ) -> None:
@@ -68,6 +73,10 @@ class Connection(asyncio.Protocol):
         self._handler = handler
         self._frames = FrameBuffer(self._options.max_unauthenticated_frame)
         self._transport: asyncio.Transport | None = None
+        self._outlet: Outlet | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._silent_s = 0.0
         self._idle_s = 0.0
@@ -80,7 +89,8 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """Handshake done, not closing."""
-        return self.peer is not None and self._transport is not None and not self._transport.is_closing()
+        transport = self._transport
+        return self.peer is not None and transport is not None and not (self._closing or transport.is_closing())
 
     @property
     def silent_s(self) -> float:
@@ -90,19 +100,28 @@ class Connection(asyncio.Protocol):
     @property
     def unsent(self) -> int:
         """Bytes in the write buffer."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self._outlet.unsent if self._outlet is not None else 0
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame; False when the connection is closing or the peer has stopped reading (it is dropped then)."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        """Send a frame; False when the connection is closing or the peer has stopped reading (it is dropped then).
+        Any thread, in the order of the calls; never blocks."""
+        transport, outlet = self._transport, self._outlet
+        if transport is None or outlet is None or self._closing or transport.is_closing():
             return False
-        transport.write(frame)
+        outlet.send(frame)
         self._idle_s = 0.0
-        if transport.get_write_buffer_size() > self._options.max_write_buffer:
-            self.abort(f"slow reader: over {self._options.max_write_buffer} bytes unsent")
+        if outlet.unsent > self._options.max_write_buffer:
+            self._drop(f"slow reader: over {self._options.max_write_buffer} bytes unsent")
             return False
         return True
+
+    def _drop(self, reason: str) -> None:
+        """Abort from any thread."""
+        if threading.get_ident() == self._thread:
+            self.abort(reason)
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and the connection with it
+                self._loop.call_soon_threadsafe(self.abort, reason)
 
     def abort(self, reason: str, *, refused: bool = False) -> None:
         """Drop the connection now, with whatever is unsent."""
@@ -113,7 +132,12 @@ class Connection(asyncio.Protocol):
     def close(self, reason: str) -> None:
         """Close after what is buffered was sent; the silence limit bounds how long that may take."""
         self._note(reason, False)
-        if self._transport is not None:
+        self._closing = True
+        if self._transport is not None and not self.unsent:
+            self._transport.close()
+
+    def _on_sent(self) -> None:
+        if self._closing and self._transport is not None:
             self._transport.close()
 
     def _note(self, reason: str, refused: bool) -> None:
@@ -127,9 +151,11 @@ class Connection(asyncio.Protocol):
         peername = transport.get_extra_info("peername")
         self.address = f"{peername[0]}:{peername[1]}" if isinstance(peername, tuple) else str(peername)
         sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._outlet = Outlet(sock, loop, self._on_sent)
         self._ticked_at = loop.time()
         self._timer = loop.call_later(self._options.handshake_timeout_s, self._handshake_timeout)
         assert self._handshake is not None
@@ -159,6 +185,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._outlet is not None:
+            self._outlet.close()
         self._note(f"connection lost: {exc}" if exc else "closed by the peer", False)
         self._handler.on_close(self, self._reason, self._refused)
 
@@ -171,8 +199,7 @@ class Connection(asyncio.Protocol):
             if frame[0] == Kind.AUTH:
                 self.send(encode(Kind.REFUSED, str(error)))
             self._note(f"refused: {error}", True)
-            if self._transport is not None:
-                self._transport.close()
+            self.close(self._reason)
             return
         if reply:
             self.send(reply)
@@ -204,6 +231,6 @@ class Connection(asyncio.Protocol):
         if self._silent_s > self._options.dead_after_s:
             self.abort(f"silent for {self._options.dead_after_s} s")
             return
-        if self._idle_s >= self._options.heartbeat_s and not self._transport.is_closing():
+        if self._idle_s >= self._options.heartbeat_s:
             self.send(self._handler.idle_frame(self))
         self._schedule_tick()

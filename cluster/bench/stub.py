@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.checkpoint import Checkpoint, load_card
-from replica.batch import Batch, StepResult
+from replica.batch import Batch, Row, StepResult
 from replica.config import DeviceFacts, EngineConfig, ModelFacts, ResolvedConfig, resolve
 from replica.stub import StubRunner
 
@@ -28,13 +28,19 @@ class ReadableStub(StubRunner):
         """Ids whose text is whole printable ASCII, so one event per token, none held back; a function of seed and
         position, at next to no cost, since what a bench counts is everything around the engine."""
         ids, size = self._ids, len(self._ids)
-        chosen = [
-            [ids[(row.sampling.seed + 7919 * (row.position_base + i)) % size] for i in range(row.num_samples)]
-            for row in batch.rows
-        ]
         return StepResult(
-            [c[: row.num_kept(c)] if len(c) > 1 else c for c, row in zip(chosen, batch.rows, strict=True)]
+            [
+                [ids[(row.sampling.seed + 7919 * row.position_base) % size]]
+                if row.num_samples == 1
+                else self._several(row)
+                for row in batch.rows
+            ]
         )
+
+    def _several(self, row: Row) -> list[int]:
+        ids, size = self._ids, len(self._ids)
+        drawn = [ids[(row.sampling.seed + 7919 * (row.position_base + i)) % size] for i in range(row.num_samples)]
+        return drawn[: row.num_kept(drawn)] if drawn else drawn
 
 
 def open_stub(checkpoint: Checkpoint, config: EngineConfig) -> tuple[ResolvedConfig, ReadableStub]:

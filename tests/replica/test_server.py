@@ -44,6 +44,7 @@ class Replica:
             replica_id=name,
             on_deltas=self.server.on_deltas,
             on_events=self.server.on_events,
+            on_said=self.server.send_out,
         )
         self.server.attach(self.engine)
         self.address = ("", 0)

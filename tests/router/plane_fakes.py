@@ -117,6 +117,7 @@ class FakeEngine:
     def snapshot(self):
         with self._lock:
             self._server.on_events(self.log.emit(self._load()))
+            self._server.send_out()
             return self.log.snapshot([list(self._resident), []], self._load())
 
     def drain(self) -> None:
@@ -141,6 +142,7 @@ class FakeEngine:
                 if self.log.has_changes or time.monotonic() - beat > 0.05:
                     beat = time.monotonic()
                     self._server.on_events(self.log.emit(self._load()))
+                self._server.send_out()
 
     def _step(self) -> list[tuple[object, TokenDelta]]:
         budget = self.pages_per_step

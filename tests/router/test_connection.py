@@ -249,3 +249,39 @@ def test_frames_survive_any_cutting(seed: int) -> None:
     assert got == frames and not len(buffer)
     with pytest.raises(ProtocolError, match=f"at most {MAX_FRAME}"):
         list(buffer.feed(struct.pack("<I", MAX_FRAME + 1)))
+
+
+async def test_any_thread_sends_and_close_waits_for_what_was_sent() -> None:
+    """A megabyte to a reader that pauses, sent by another thread, arrives whole although the sender closes at once."""
+    async with listening() as (port, ends):
+        end = await dial(port)
+        await end.opened
+        sender, _ = await ends[0].opened
+        numbers = list(range(300))
+
+        def send() -> None:
+            for number in numbers:
+                assert sender.send(encode(Kind.INFO, number, b"x" * 4000))
+
+        await asyncio.to_thread(send)
+        sender.close("all said")
+        assert not sender.send(b"") and not sender.is_open
+        reason, _ = await asyncio.wait_for(end.closed, 5)
+        assert reason == "closed by the peer"
+        assert [frame[1] for frame in end.frames if frame[0] == Kind.INFO] == numbers
+
+
+async def test_a_slow_reader_is_dropped_whoever_sends() -> None:
+    options = ConnectionOptions(dead_after_s=5.0, max_write_buffer=100_000)
+    async with listening(options) as (port, ends):
+        end = await dial(port, options=options)
+        reader, _ = await end.opened
+        sender, _ = await ends[0].opened
+        reader._transport.pause_reading()
+
+        def send() -> bool:
+            return all(sender.send(encode(Kind.INFO, 0, b"x" * 50_000)) for _ in range(400))
+
+        assert not await asyncio.to_thread(send)
+        reason, _ = await asyncio.wait_for(ends[0].closed, 5)
+        assert "slow reader" in reason

@@ -42,6 +42,7 @@ class Scripted:
 
     def beat(self) -> None:
         self.server.on_events(EventBatch(self.name, self.epoch, self.seq, self.seq, load=Load(free_pages=100)))
+        self.server.send_out()
         self.seq += 1
 
     def submit(self, owner, request) -> None:
@@ -72,6 +73,7 @@ class Scripted:
     def say(self, ids, finish=None, *, which: int = -1, **more) -> None:
         owner, request = self.submits[which]
         self.server.on_deltas([(owner, TokenDelta(request.request_id, ids, finish, **more))])
+        self.server.send_out()
 
 
 @contextlib.asynccontextmanager
@@ -263,6 +265,7 @@ async def test_silent_replica_is_avoided_then_dropped() -> None:
         await until(lambda: len(engines[other].submits) == 7, 3.0)
         resumed = next(s for s in engines[other].submits if s[1].request_id.startswith("s~"))
         engines[other].server.on_deltas([(resumed[0], TokenDelta(resumed[1].request_id, [8, 9], "length"))])
+        engines[other].server.send_out()
         assert await read(ticket) == ([8, 9], "length")
         router.streams.close()
 
