@@ -17,6 +17,10 @@ from pathlib import Path
 
 MARKER = "EVERWARM_RUN"
 """Environment variable that every process of one run inherits."""
+HAPROXY_BALANCE = "leastconn\n    no option splice-request"
+"""Serve's choice, and one more line in the "defaults" section that it is written into. Serve turns splicing on and has
+no switch for it. HAProxy 2.8 then misses a client that leaves before its answer begins, if the request's head and body
+came apart, as most clients send them: the request runs to its end, and HAProxy spins meanwhile."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -63,6 +67,7 @@ def run_environment(root: Path, *, haproxy: bool, base: Mapping[str, str]) -> di
         stats, metrics, fallback_http, fallback_grpc = free_ports(4)
         wanted |= {
             "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, len(os.sched_getaffinity(0)) // 4))),
+            "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": HAPROXY_BALANCE,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{root}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{root}/admin.sock",
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(root),

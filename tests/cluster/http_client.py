@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import socket
+import time
 from typing import Any
 
 import httpx
 
 
-def post(url: str, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+def post(
+    url: str, body: dict[str, Any], *, receive_buffer: int | None = None, apart_s: float | None = None
+) -> socket.socket:
+    """``apart_s``: the body follows the head so many seconds later, in a segment of its own."""
     target = httpx.URL(url)
     raw = json.dumps(body).encode()
     head = f"POST {target.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n"
@@ -18,7 +22,12 @@ def post(url: str, body: dict[str, Any], *, receive_buffer: int | None = None) -
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect((target.host, target.port or 80))
-    connection.sendall(head.encode() + b"\r\n" + raw)
+    if apart_s is None:
+        connection.sendall(head.encode() + b"\r\n" + raw)
+    else:
+        connection.sendall(head.encode() + b"\r\n")
+        time.sleep(apart_s)
+        connection.sendall(raw)
     return connection
 
 

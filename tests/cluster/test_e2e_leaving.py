@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import secrets
 import signal
+import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from conftest import Deployed
+from endurance import ABORTED, load, rss_mib
 from http_client import long_answer, post
 
 from cluster.private import PrivateCluster, wait_ready
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
-WITHIN_S = 5.0
-"""Through Serve's Python proxy, which alone may take seconds to tell of 200 disconnects on a busy machine, and with
-/v1/engine waiting for a dead replica's word. tests/cluster/test_leaving.py holds the cluster itself to one second."""
+WITHIN_S = 1.0
+ROUNDS = 3
+"""Other work on the machine may disturb a round: one of so many must be free within the second, each within five."""
+POLL_S = 0.05
+APART_S = (None, None, 0.0, 0.0, 0.02, 0.02)
+_GAUGE = re.compile(r'^everwarm:(live_streams|pending_reservations|http_requests_in_flight)\{router="(\w+)"\} (\S+)$')
 
 
 def engines(client: httpx.Client, app: Deployed) -> list[dict[str, Any]]:
@@ -30,39 +37,41 @@ def engines(client: httpx.Client, app: Deployed) -> list[dict[str, Any]]:
     return [engine for engine in data if "pages" in engine]
 
 
-_GAUGE = re.compile(r'^everwarm:(live_streams|pending_reservations|http_requests_in_flight)\{router="(\w+)"\} (\S+)$')
-
-
-def held(client: httpx.Client, app: Deployed) -> dict[str, float]:
-    """What requests hold: pages and rows of each replica, streams and reservations of the router that answered."""
-    out = {
+def held_by_replicas(client: httpx.Client, app: Deployed) -> dict[str, float]:
+    return {
         f"{engine['replica']} {what}": value
         for engine in engines(client, app)
         for what, value in (("pages", engine["pages"]["held"]), ("running", engine["load"]["running"]))
     }
+
+
+def held_by_a_router(client: httpx.Client, app: Deployed) -> tuple[str, dict[str, float]]:
+    """The router that answered, and its streams, reservations and HTTP requests."""
     lines = client.get(f"{app.url}/metrics").text.splitlines()
-    found = {f"{m[2]} {m[1]}": float(m[3]) for m in map(_GAUGE.match, lines) if m}
+    found = {(m[2], m[1]): float(m[3]) for m in map(_GAUGE.match, lines) if m}
+    (router,) = {router for router, _ in found}
     assert len(found) == 3, found
-    return out | found
+    return router, {what: value for (_, what), value in found.items()}
 
 
-def until_free(client: httpx.Client, app: Deployed, limit_s: float) -> float:
-    """Seconds until nobody holds anything."""
+def until_free(client: httpx.Client, app: Deployed, limit_s: float = 30.0, *, routers: int = 2) -> float:
+    """Seconds until no replica and, each asked in its turn, no router holds anything for anybody."""
     started = time.monotonic()
-    while True:
-        now = held(client, app)
+    free: set[str] = set()
+    while len(free) < routers or any(held_by_replicas(client, app).values()):
+        router, now = held_by_a_router(client, app)
         if not any(now.values()):
-            return time.monotonic() - started
-        assert time.monotonic() - started < limit_s, now
+            free.add(router)
+        assert time.monotonic() - started < limit_s, (now, held_by_replicas(client, app))
+        time.sleep(POLL_S)
+    return time.monotonic() - started
 
 
-def every_router_is_free(client: httpx.Client, app: Deployed, routers: int = 2) -> None:
-    """Serve's proxy picks a router per request, and for ten seconds avoids one that it believes busy."""
-    found: dict[str, float] = {}
-    deadline = time.monotonic() + 30
-    while len(found) < 4 + 3 * routers and time.monotonic() < deadline:
-        found |= held(client, app)
-    assert len(found) == 4 + 3 * routers and not any(found.values()), found
+def within_a_second(one_round: Callable[[], float]) -> None:
+    took: list[float] = []
+    while not took or (took[-1] >= WITHIN_S and len(took) < ROUNDS):
+        took.append(one_round())
+    assert took[-1] < WITHIN_S and max(took) < 5, took
 
 
 def wait_running(client: httpx.Client, app: Deployed, least: int) -> None:
@@ -73,24 +82,50 @@ def wait_running(client: httpx.Client, app: Deployed, least: int) -> None:
 
 
 def test_200_clients_that_vanish(pair: Deployed) -> None:
-    with httpx.Client(timeout=30) as client:
-        bodies = [long_answer(i, stream=i % 2 == 0) for i in range(200)]
-        connections = [post(f"{pair.url}/v1/completions", body) for body in bodies]
+    first = itertools.count(step=200)
+
+    def vanish() -> float:
+        number = next(first)
+        bodies = [long_answer(number + i, stream=i % 2 == 0) for i in range(200)]
+        connections = [post(f"{pair.url}/v1/completions", body, apart_s=0.0) for body in bodies]
         wait_running(client, pair, 16)
         before = sum(engine["counters"]["finished_abort"] for engine in engines(client, pair))
         for connection in connections:
             connection.close()
-        took = until_free(client, pair, 30)
+        took = until_free(client, pair)
         aborted = sum(engine["counters"]["finished_abort"] for engine in engines(client, pair)) - before
         assert aborted >= 50, "they were to vanish before they were answered"
-        every_router_is_free(client, pair)
-    assert took < WITHIN_S
+        return took
+
+    with httpx.Client(timeout=30) as client:
+        within_a_second(vanish)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_is_missed_however_it_sends_and_leaves(pair: Deployed, stream: bool) -> None:
+    """Most clients send head and body apart, and some shut down their side before they close."""
+
+    def leave() -> float:
+        connections = [post(f"{pair.url}/v1/completions", long_answer(91, stream=stream), apart_s=s) for s in APART_S]
+        wait_running(client, pair, len(APART_S))
+        for connection in connections[::2]:
+            connection.shutdown(socket.SHUT_WR)
+        for connection in connections[1::2]:
+            connection.close()
+        took = until_free(client, pair)
+        for connection in connections[::2]:
+            connection.close()
+        return took
+
+    with httpx.Client(timeout=30) as client:
+        within_a_second(leave)
 
 
 def test_clients_that_read_a_byte_a_second(pair: Deployed) -> None:
     """They hold up nobody, cost at most their own answers, and leave nothing behind."""
-    with httpx.Client(timeout=30) as client:
-        bodies = [long_answer(77 + i, stream=True, logprobs=20) for i in range(4)]
+
+    def read_slowly() -> float:
+        bodies = [long_answer(7777 + i, stream=True, logprobs=20) for i in range(4)]
         slow = [post(f"{pair.url}/v1/completions", body, receive_buffer=2048) for body in bodies]
         wait_running(client, pair, 2)
         for _ in range(3):
@@ -100,9 +135,10 @@ def test_clients_that_read_a_byte_a_second(pair: Deployed) -> None:
             time.sleep(1)
         for connection in slow:
             connection.close()
-        took = until_free(client, pair, 30)
-        every_router_is_free(client, pair)
-    assert took < WITHIN_S
+        return until_free(client, pair)
+
+    with httpx.Client(timeout=30) as client:
+        within_a_second(read_slowly)
 
 
 @pytest.mark.slow
@@ -116,10 +152,9 @@ def test_what_a_killed_replica_held_is_free(pair: Deployed) -> None:
         time.sleep(0.3)
         for connection in connections:
             connection.close()
-        took = until_free(client, pair, 30)
+        took = until_free(client, pair)
         wait_ready(pair.url, pair.replicas, 90)
-        every_router_is_free(client, pair)
-    assert took < WITHIN_S
+    assert took < 5  # /v1/engine waits for a dead replica's word
 
 
 @pytest.mark.slow
@@ -147,60 +182,24 @@ async def test_an_update_drains_and_loses_nothing(cluster: PrivateCluster) -> No
         await asyncio.to_thread(cluster.deploy, options, name="drained", route_prefix="/drained")
         assert await asyncio.gather(*running) == [(800, "data: [DONE]")] * 8
         assert not old & {engine["replica"] for engine in engines(client, app)}
-        until_free(client, app, 5)
-
-
-LONG: dict[str, Any] = {"max_tokens": 4000, "stream": False}
-
-
-def rss_mb(pattern: str) -> dict[str, float]:
-    """Resident memory of the processes whose title has ``pattern``, by title."""
-    out = {}
-    for process in psutil.process_iter(["cmdline"]):
-        title = " ".join(process.info["cmdline"] or ())
-        if pattern in title:
-            out[f"{title.rpartition(':')[2].strip()} {process.pid}"] = process.memory_info().rss / 2**20
-    return out
+        until_free(client, app, 5, routers=1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200, func_only=True)
-async def test_memory_is_flat_over_10000_requests(cluster: PrivateCluster) -> None:
-    """Streamed, whole, with logprobs, refused, and left alone; over few prompts: cached pages are memory in use."""
+@pytest.mark.timeout(3600, func_only=True)
+def test_memory_is_flat_over_30000_requests(cluster: PrivateCluster, tiny: Path) -> None:
+    """Of every kind that tests/cluster/endurance.py has, over few prompts: cached pages are memory in use."""
     name = f"flat{secrets.token_hex(3)}"
-    options = {"model": "stub:1ms", "replicas": 1, "drain_timeout_s": 10}
-    url = await asyncio.to_thread(cluster.deploy, options, name=name, route_prefix=f"/{name}")
-    kinds: list[dict[str, Any]] = [
-        {"stream": True}, {}, {"stream": True, "logprobs": 2}, {"n": 2}, {"stop": ["e"]}, {"temperature": 9},
-    ]  # fmt: skip
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=40)) as client:
-
-        async def ask(index: int) -> None:
-            body = {"prompt": f"{'word ' * 30}{index % 64}", "max_tokens": 8, **kinds[index % len(kinds)]}
-            if index % 48 == 12:
-                with pytest.raises(httpx.ReadTimeout):
-                    await client.post(f"{url}/v1/completions", json=body | {"ignore_eos": True, **LONG}, timeout=0.2)
-                return
-            response = await client.post(f"{url}/v1/completions", json=body)
-            assert response.status_code == (400 if "temperature" in body else 200), response.text
-
-        async def load(first: int, count: int) -> None:
-            numbers = iter(range(first, first + count))
-
-            async def worker() -> None:
-                for number in numbers:
-                    await ask(number)
-
-            await asyncio.gather(*(worker() for _ in range(16)))
-
-        await load(0, 2000)
-        marks = [rss_mb(f"ServeReplica:{name}:")]
-        for part in range(4):
-            await load(2000 + 2500 * part, 2500)
-            marks.append(rss_mb(f"ServeReplica:{name}:"))
+    options = {"model": str(tiny), "replicas": 1, "threads": 1, "drain_timeout_s": 10}
+    url = cluster.deploy(options, name=name, route_prefix=f"/{name}")
+    marks = []
+    for part in range(6):
+        statuses = asyncio.run(load(url, 5000 * part, 5000))
+        assert set(statuses) == {200, 400, ABORTED}
+        marks.append(rss_mib(f"ServeReplica:{name}:"))
     assert len(marks[0]) == 2, marks[0]
     for process in marks[0]:
         sizes = [mark[process] for mark in marks]
         print(f"{process}: {' '.join(f'{size:.1f}' for size in sizes)} MiB")
-        # The first quarter may still find free lists to fill; a leak of 1 KB a request would be 7 MiB after it.
-        assert sizes[-1] - sizes[1] < 4, f"{process}: {sizes}"
+        # The first thirds may still find free lists and caches to fill; 1 KB a request would be 14 MiB after them.
+        assert sizes[-1] - sizes[2] < 3, f"{process}: {sizes}"

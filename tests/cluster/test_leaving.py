@@ -16,6 +16,7 @@ import uvicorn
 from http_client import long_answer, post
 from stack import Stack, stack, until
 
+pytestmark = pytest.mark.alone
 WITHIN_S = 1.0
 
 
@@ -87,6 +88,20 @@ async def test_clients_that_read_a_byte_a_second(tiny: Path) -> None:
         for connection in slow:
             connection.close()
         assert await seconds_until_free(made) < WITHIN_S
+        check_invariants(made)
+
+
+async def test_a_drain_ends_with_its_last_client(tiny: Path) -> None:
+    async with stack(str(tiny), 2, max_num_pages=1024) as made, listening(made) as url:
+        connections = [post(url, long_answer(i, stream=i % 2 == 0)) for i in range(24)]
+        await running(made, 24)
+        draining = asyncio.create_task(made.replicas["replica-0"][1].drain(30))
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        for connection in connections:
+            connection.close()
+        assert await seconds_until_free(made) < WITHIN_S
+        assert await asyncio.wait_for(draining, WITHIN_S)
         check_invariants(made)
 
 

@@ -11,6 +11,7 @@ from chart import CHART, EXAMPLES, cluster, example, one, pod_templates, run, se
 from operator_rules import environment
 
 from cluster import leave
+from cluster.environment import HAPROXY_BALANCE
 
 NAMES = [path.name.removesuffix("-values.yaml") for path in EXAMPLES]
 
@@ -46,6 +47,7 @@ def test_haproxy_and_niceness_on_every_node(name: str) -> None:
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         assert variables["RAY_worker_niceness"] == "0"
         assert int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= 3600
+        assert variables["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == HAPROXY_BALANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,8 @@
 {{- if $v.haproxy.enabled }}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ $v.haproxy.hardStopAfterSeconds | int | quote }}}
 - {name: RAY_SERVE_HAPROXY_NBTHREAD, value: {{ $v.haproxy.threads | int | quote }}}
+# With splicing, HAProxy misses clients that leave early (cluster/environment.py, HAPROXY_BALANCE).
+- {name: RAY_SERVE_HAPROXY_BALANCE_ALGORITHM, value: "leastconn\n    no option splice-request"}
 {{- end }}
 {{- if .worker }}
 - {name: EVERWARM_TOKEN_PLANE_SECRET_FILE, value: /etc/everwarm/secrets/token-plane}
