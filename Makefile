@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS   ?=
+JOBS   ?= 2
 
 .PHONY: serve test test-clients lint clean
 .DEFAULT_GOAL := serve
@@ -12,8 +13,9 @@ ARGS   ?=
 serve: $(VENV)/.installed
 	@exec $(BIN)/everwarm serve $(ARGS)
 
+# JOBS workers; what needs the machine to itself comes last, in one of them (tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder $(ARGS)
 
 # Every client's first-page example; the heavy ones live in an environment of their own.
 test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed

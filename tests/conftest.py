@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.environment import haproxy_binary
 from cluster.private import PrivateCluster
 
 _CLUSTER = pytest.StashKey[PrivateCluster]()
@@ -19,15 +20,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """``ray.serve`` reads its environment once, so it is set before any test module may import it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     home = tempfile.TemporaryDirectory(prefix="ewhome", ignore_cleanup_errors=True)
-    cluster = PrivateCluster(haproxy=False, num_cpus=16, home=Path(home.name), extra={"OMP_NUM_THREADS": "1"})
+    haproxy = haproxy_binary() is not None
+    cluster = PrivateCluster(haproxy=haproxy, num_cpus=16, home=Path(home.name), extra={"OMP_NUM_THREADS": "1"})
     cluster.prepare()
     config.stash[_CLUSTER] = cluster
     config.stash[_HOME] = home
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray comes last: up during other tests, its idle processes would slow them down."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
+    """Files are spread over the workers of pytest-xdist, where there are several. What needs the machine to itself
+    comes last, in one of them: Ray, whose idle processes would slow others down, and bounds in seconds."""
+    items.sort(key=_alone)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("alone" if _alone(item) else item.path.name))
+
+
+def _alone(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("ray", "alone"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -39,6 +48,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[PrivateCluster]:
-    """Ray and Serve up behind the Python proxy, nothing deployed; ended after the last test."""
+    """Ray and Serve up, behind HAProxy where it is installed, nothing deployed; ended after the last test."""
     with request.config.stash[_CLUSTER] as running:
         yield running

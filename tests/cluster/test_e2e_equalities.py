@@ -1,16 +1,26 @@
-"""Cache on = cache off, alone = in a crowd, streamed = whole, whatever the chunk size: token for token, over HTTP."""
+"""Cache on = cache off, alone = in a crowd, streamed = whole, whatever the chunk size: token for token, over HTTP.
+
+The whole grid runs in this process, with all that a cluster has but Ray; its two far ends and the small pool run as
+deployments.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from stack import stack
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240, func_only=True)]
+on_ray = pytest.mark.ray
+pytestmark = pytest.mark.timeout(240, func_only=True)
+CHUNKS: dict[str, dict[str, Any]] = {
+    "32": {"chunk_size": 32}, "64": {"chunk_size": 64}, "unlimited": {"chunked_prefill": False},
+}  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 511, 513)
 TOKENS = 10
 PAGE = 16
@@ -78,35 +88,54 @@ def differences(expected: Answers, got: Answers) -> list[str]:
     return [f"{case}: {expected[case]} became {got[case]}" for case in expected if expected[case] != got[case]]
 
 
-async def test_cache_chunk_crowd_and_stream_change_no_token(matrix: dict[str, str]) -> None:
-    apps = {name: url for name, url in matrix.items() if name != "pressure"}
-    assert len(apps) == 6
+async def compare(client: httpx.AsyncClient, url: str, name: str, expected: Answers) -> None:
+    """Every way of asking the app of this name ("cache=on,chunk=32") against ``expected``; and that it is that app."""
+    for stream in (False, True):
+        got, cached = await alone(client, url, stream=stream)
+        assert not differences(expected, got), f"{name}, alone, stream={stream}"
+        hits = {n: (n - 1) // PAGE * PAGE if name.startswith("cache=on") else 0 for n in LENGTHS}
+        assert cached == hits, f"{name}: each prompt had come before"
+        got = await crowded(client, url, stream=stream, salt=name)
+        assert not differences(expected, got), f"{name}, in a crowd, stream={stream}"
+    engine = (await client.get(f"{url}/v1/engine")).json()["data"][0]
+    config = engine["config"]
+    assert config["prefix_caching"] == name.startswith("cache=on") and config["dtype"] == "float32"
+    wanted = name.partition("chunk=")[2]
+    assert config["chunked_prefill"] == (wanted != "unlimited")
+    assert wanted == "unlimited" or config["chunk_size"] == int(wanted)
+
+
+async def reference(client: httpx.AsyncClient, url: str) -> Answers:
+    expected, _ = await alone(client, url, stream=False)
+    assert all(len(ids) == TOKENS for ids in expected.values())
+    assert len(set(map(tuple, expected.values()))) == len(CASES), "prompts and sampling must matter"
+    return expected
+
+
+async def test_cache_chunk_crowd_and_stream_change_no_token(tiny: Path) -> None:
+    expected: Answers = {}
+    for chunk in reversed(CHUNKS):
+        for cache in ("off", "on"):
+            async with stack(str(tiny), 1, max_num_pages=1024, prefix_caching=cache == "on", **CHUNKS[chunk]) as made:
+                expected = expected or await reference(made.http, "")
+                await compare(made.http, "", f"cache={cache},chunk={chunk}", expected)
+
+
+@on_ray
+async def test_deployments_change_no_token(matrix: dict[str, str]) -> None:
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=32)) as client:
-        expected, _ = await alone(client, apps["cache=off,chunk=unlimited"], stream=False)
-        assert all(len(ids) == TOKENS for ids in expected.values())
-        assert len(set(map(tuple, expected.values()))) == len(CASES), "prompts and sampling must matter"
-        for name, url in apps.items():
-            for stream in (False, True):
-                got, cached = await alone(client, url, stream=stream)
-                assert not differences(expected, got), f"{name}, alone, stream={stream}"
-                hits = {n: (n - 1) // PAGE * PAGE if name.startswith("cache=on") else 0 for n in LENGTHS}
-                assert cached == hits, f"{name}: each prompt had come before"
-                got = await crowded(client, url, stream=stream, salt=name)
-                assert not differences(expected, got), f"{name}, in a crowd, stream={stream}"
-            engine = (await client.get(f"{url}/v1/engine")).json()["data"][0]
-            config = engine["config"]
-            assert config["prefix_caching"] == name.startswith("cache=on") and config["dtype"] == "float32"
-            wanted = name.partition("chunk=")[2]
-            assert config["chunked_prefill"] == (wanted != "unlimited")
-            assert wanted == "unlimited" or config["chunk_size"] == int(wanted)
+        expected = await reference(client, matrix["cache=off,chunk=unlimited"])
+        for name in ("cache=off,chunk=unlimited", "cache=on,chunk=32"):
+            await compare(client, matrix[name], name, expected)
 
 
+@on_ray
 async def test_a_pool_too_small_preempts_and_changes_no_token(matrix: dict[str, str]) -> None:
     """Sixteen requests that need 16 x 16 pages at their ends share 47."""
     prompts = [prompt_of(100 + index) for index in range(16)]
     bodies = [body_of(prompt, sampled=index % 2 == 1, tokens=150) for index, prompt in enumerate(prompts)]
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=32)) as client:
-        roomy = matrix["cache=on,chunk=64"]
+        roomy = matrix["cache=on,chunk=32"]
         expected = await asyncio.gather(*(ask(client, roomy, body, stream=False) for body in bodies))
         engine = (await client.get(f"{roomy}/v1/engine")).json()["data"][0]
         assert engine["counters"]["preemptions"] == 0
