@@ -9,7 +9,8 @@ again and again, must always get the same tokens. Exact audits run between steps
 It holds when every answer is as it should be, the audits are exact, nothing is held at the end, a follower of the
 events knows exactly what is resident, memory is flat after the first tenth, and steps are as fast at the end as at the
 start. Neighbours on the machine slow everything down, so steps count as slower only by two measures at once: the clock,
-for the fastest tenth of them, and their CPU time in units of a fixed piece of work that is timed all along.
+for the fastest tenth of them, and the CPU time of the engine's threads in units of a fixed piece of work that is timed
+all along.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from replica.config import DeviceFacts, EngineConfig, resolve
 from replica.llm import LLM
@@ -62,6 +61,7 @@ class _Mark(NamedTuple):
     memory: int
     steps: int
     cpu_s: float
+    """Of the threads that schedule and compute, without the driver's."""
     timed: int
     """Step times recorded."""
     yardstick_ms: float
@@ -195,7 +195,7 @@ class Soak:
         yardstick_ms = 1e3 * statistics.median(self.yardsticks or [yardstick_s()])
         self.yardsticks.clear()
         steps = self.llm.engine.num_steps
-        return _Mark(resident_bytes(), steps, time.process_time(), len(self.follower.step_ms), yardstick_ms)
+        return _Mark(resident_bytes(), steps, others_cpu_s(), len(self.follower.step_ms), yardstick_ms)
 
     def _figures(self, sent: int, seconds: float, marks: list[_Mark]) -> dict[str, Any]:
         engine, steps = self.llm.engine, self.follower.step_ms
@@ -249,14 +249,15 @@ def _growth(tenths: list[float]) -> float:
     return statistics.median(tenths[-3:]) / max(1e-9, statistics.median(tenths[1:4] or tenths))
 
 
+def others_cpu_s() -> float:
+    """CPU time of all threads of this process but the calling one."""
+    return time.process_time() - time.thread_time()
+
+
 def yardstick_s() -> float:
-    """CPU time of a fixed piece of the kind of work that a step is: small tensors, and Python around them."""
+    """CPU time of a fixed piece of Python. Torch would let other threads in between, and bring threads of its own."""
     began = time.thread_time()
-    x = torch.ones(16, 64)
-    weight = torch.ones(64, 64)
-    for _ in range(40):
-        x = torch.mm(x, weight).mul_(1 / 64)
-        sum(i * i for i in range(40))
+    sum(i * i for i in range(4000))
     return time.thread_time() - began
 
 
