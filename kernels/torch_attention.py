@@ -7,12 +7,14 @@ of queries that see only the keys up to their own end.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV
 from kernels.quantized_kv import dequantize, raw, write
@@ -21,6 +23,9 @@ GROUP_COST_PAGES = 12
 """What one more group costs (two calls), in page gathers: a group splits only when it saves more padding."""
 QUERY_BLOCK = 128
 """New tokens attended to at once; of 64, 128 and 256 the fastest on contexts of 0 to 1,024 tokens."""
+GPU_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN, torch's first choice on a Hopper: it plans each length of the context anew, 20 to 40 ms on the host,
+and every step brings new lengths."""
 MAX_MASK = 4 << 20
 """Elements of the causal mask; longer contexts take smaller blocks."""
 
@@ -101,7 +106,8 @@ class TorchAttention:
             joined.view(-1, 2 * kv_heads, dim).index_copy_(0, meta.slots, split[:, heads:])
         else:
             write(kv, meta.slots, split[:, heads : heads + kv_heads], split[:, heads + kv_heads :])
-        return self._attend(split, kv, joined, plan, shape)
+        with sdpa_kernel(GPU_BACKENDS) if qkv.is_cuda else nullcontext():
+            return self._attend(split, kv, joined, plan, shape)
 
     def _attend(
         self, split: torch.Tensor, kv: LayerKV, joined: torch.Tensor | None, plan: Plan, shape: AttentionShape

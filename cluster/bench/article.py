@@ -2,9 +2,10 @@
 
 Every row is the same engine over the same requests with other options: clients that each have one request at a time,
 prompts with a long tail, some of them sharing their beginning. ``ladder`` begins with the baseline (contiguous
-reservations, static batches, whole prompts, nothing cached) and turns the switches on in turn; ``alone`` begins with
-everything on and turns one off. The pool is made scarce on purpose: it holds only so many reservations of the longest
-request, since with memory for everybody there is nothing for paging to win.
+reservations, static batches, whole prompts, nothing cached, on a GPU nothing fused) and turns the switches on in turn;
+``alone`` begins with everything on and turns one off; ``prefill`` times lone prompts with fusion off and on, on a GPU.
+The pool is made scarce on purpose: it holds only so many reservations of the longest request, since with memory for
+everybody there is nothing for paging to win.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ UNITS = {
     "used": "share of the pool's token slots that hold a token of a running request, mean over steps",
     "cached": "share of prompt tokens that came from the cache",
     "ttft_p99_drop": "1 - everything on / baseline",
+    "prefill": "milliseconds from submission to the first token of a lone prompt, by its length; saved: 1 - on / off",
 }
 SMALL = Shape(layers=4, hidden=256, heads=4, intermediate=768, kv_heads=2, head_dim=64, vocab=4096, max_position=8192)
 MODELS = {"small": SMALL, **SHAPES}
@@ -48,13 +50,16 @@ MODELS = {"small": SMALL, **SHAPES}
 SWITCHES: dict[str, dict[str, Any]] = {
     "paging": {"kv_cache_paging": False},
     "continuous": {"scheduler": "static"},
+    "fused": {"fused_rmsnorm": False, "fused_qkv": False, "fused_silu": False, "fused_attention": False},
     "chunked": {"chunked_prefill": False},
     "slip-in": {"prefill_priority": "high", "long_prefill_tokens": "chunk"},
     "prefix cache": {"prefix_caching": False},
-    "fused": {"fused_rmsnorm": False, "fused_qkv": False, "fused_silu": False, "fused_attention": False},
 }
 """Name -> the options that turn it off, in the order of the ladder. Without *slip-in* requests are served as they came:
 prompts before decoding, and each may take the whole step."""
+PREFILL_LENGTHS = (128, 512, 1024, 2048, 4096)
+"""Of the lone prompts, times the scale."""
+PREFILL_REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ def plan(load: Workload) -> list[tuple[str, dict[str, Any]]]:
     names = [name for name in SWITCHES if name != "fused" or load.device == "cuda"]
     out: list[tuple[str, dict[str, Any]]] = []
     for part in load.rows.split(","):
+        if part == "prefill" and load.device == "cuda":
+            continue
         if part == "ladder":
             for count in range(len(names) + 1):
                 label = "baseline" if count == 0 else f"+ {names[count - 1]}"
@@ -99,7 +106,7 @@ def plan(load: Workload) -> list[tuple[str, dict[str, Any]]]:
         elif part == "alone":
             out += [(f"without {name}", _without([name], load)) for name in names]
         else:
-            raise ValueError(f"rows: {part!r}; allowed are 'ladder' and 'alone'")
+            raise ValueError(f"rows: {part!r}; allowed are 'ladder', 'alone' and, on a GPU, 'prefill'")
     return out
 
 
@@ -282,7 +289,42 @@ def run(load: Workload, console: Console) -> dict[str, Any]:
         if passes[name]
     }
     left_out = [name for name, _ in planned if name not in rows]
-    return {"workload": vars(load), "rows": rows, "left_out": left_out, "ttft_p99_drop": _drop(rows)}
+    figures = {"workload": vars(load), "rows": rows, "left_out": left_out, "ttft_p99_drop": _drop(rows)}
+    if "prefill" in load.rows.split(","):
+        figures["prefill"] = _compare_prefill(load, model)
+    return figures
+
+
+def _compare_prefill(load: Workload, model: ModelConfig) -> dict[str, dict[str, float]]:
+    """Lone prompts with fusion off and on; everything else is on but the cache, which would answer the second one."""
+    base = {"prefix_caching": False, "chunk_size": "auto"}
+    sides = {"off": _prefill_ms(load, model, base | SWITCHES["fused"]), "on": _prefill_ms(load, model, base)}
+    return {
+        length: {"off_ms": off, "on_ms": sides["on"][length], "saved": round(1 - sides["on"][length] / off, 4)}
+        for length, off in sides["off"].items()
+    }
+
+
+def _prefill_ms(load: Workload, model: ModelConfig, options: dict[str, Any]) -> dict[str, float]:
+    """Length -> milliseconds to the first token, the median of several prompts, two more having gone before."""
+    row, ids = Row(load, model, options), random.Random(f"prefill {load.seed}")
+    try:
+        found = {}
+        for size in PREFILL_LENGTHS:
+            times = []
+            for _ in range(2 + PREFILL_REPEATS):
+                prompt = [ids.randrange(model.vocab_size) for _ in range(round(size * load.scale))]
+                request = row.llm.request(prompt, Sampling(temperature=0, max_tokens=1))
+                began = time.perf_counter()
+                row.llm.engine.submit(row, request)
+                at, delta = row.deltas.get(timeout=600)
+                if delta.error:
+                    raise RuntimeError(f"a request failed: {delta.error}")
+                times.append(1e3 * (at - began))
+            found[str(round(size * load.scale))] = round(statistics.median(times[2:]), 2)
+        return found
+    finally:
+        _close(row)
 
 
 def _medians(passes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -293,18 +335,30 @@ def _measure(load: Workload, model: ModelConfig, options: dict[str, Any], asked:
     row = Row(load, model, options)
     try:
         sampling = Sampling(temperature=0, max_tokens=load.answer)
-        warm = Sampling(temperature=0, max_tokens=2)
-        ids = random.Random("warm")
-        row.llm.generate([[ids.randrange(model.vocab_size) for _ in range(64)] for _ in range(4)], warm)
+        row.llm.generate(_warm_up(load, model, asked), Sampling(temperature=0, max_tokens=2))
         row.use = _Use()
         # made before the clock starts: hashing a prompt would hold the interpreter, and so the engine
         return row.run([row.llm.request(prompt, sampling) for prompt in asked])
     finally:
-        row.close()
-        del row
-        gc.collect()
-        if load.device == "cuda":
-            torch.cuda.empty_cache()
+        _close(row)
+
+
+def _warm_up(load: Workload, model: ModelConfig, asked: list[list[int]]) -> list[list[int]]:
+    """Prompts before the clock starts. On a GPU as many and as long as those of the first clients, so that steps which
+    are no graphs find their kernels compiled."""
+    ids = random.Random("warm")
+    lengths = [len(prompt) for prompt in asked[: load.concurrency]] if load.device == "cuda" else [64] * 4
+    return [[ids.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _close(row: Row) -> None:
+    """Gives the device's memory back, whoever still holds the row."""
+    cuda = row.load.device == "cuda"
+    row.close()
+    row.__dict__.clear()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
@@ -313,17 +367,22 @@ def show(figures: dict[str, Any], console: Console) -> None:
         title=f"{load['requests']} requests, {load['concurrency']} at a time, model {load['model']} on {load['device']}"
     )
     table.add_column("", no_wrap=True)
-    for name in ("TTFT p50", "p99 ms", "gap p99", "tok/s", "tok/cpu s", "rows", "held", "used", "cached"):
+    for name in ("TTFT p50", "p99 ms", "gap p99", "req/s", "tok/s", "tok/cpu s", "rows", "held", "used", "cached"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in figures["rows"].items():
         table.add_row(
             name, f"{row['ttft_p50_ms']:.0f}", f"{row['ttft_p99_ms']:.0f}", f"{row['gap_p99_ms']:.0f}",
-            f"{row['tokens_s']:.0f}", f"{row['tokens_cpu_s']:.0f}", f"{row['rows']:.1f}", f"{row['held']:.0%}",
-            f"{row['used']:.0%}", f"{row['cached']:.0%}",
+            f"{row['requests_s']:.1f}", f"{row['tokens_s']:.0f}", f"{row['tokens_cpu_s']:.0f}", f"{row['rows']:.1f}",
+            f"{row['held']:.0%}", f"{row['used']:.0%}", f"{row['cached']:.0%}",
         )  # fmt: skip
     console.print(table)
     if figures["ttft_p99_drop"] is not None:
         console.print(f"TTFT p99 falls by {figures['ttft_p99_drop']:.0%} from the baseline to everything on")
+    for length, times in figures.get("prefill", {}).items():
+        console.print(
+            f"a lone prompt of {length} tokens: {times['off_ms']:.1f} ms unfused, {times['on_ms']:.1f} fused: "
+            f"{times['saved']:.0%} less"
+        )
     if figures["left_out"]:
         console.print(f"left out for want of time: {', '.join(figures['left_out'])}")
 

@@ -25,6 +25,10 @@ def test_rows_turn_one_switch_at_a_time() -> None:
     assert alone["without paging"] == {"kv_cache_paging": False, "prefix_caching": False}
     on_a_gpu = dict(plan(replace(TINY, rows="alone", device="cuda")))
     assert set(on_a_gpu) - set(alone) == {"without fused"} and len(on_a_gpu) == len(SWITCHES)
+    steps_up = [name for name, _ in plan(replace(TINY, rows="ladder,prefill", device="cuda"))]
+    assert steps_up[:4] == ["baseline", "+ paging", "+ continuous", "+ fused"], "prefill has no row of its own"
+    with pytest.raises(ValueError, match="rows: 'prefill'"):
+        plan(replace(TINY, rows="prefill"))
     with pytest.raises(ValueError, match="rows: 'sideways'"):
         plan(replace(TINY, rows="sideways"))
 
