@@ -141,7 +141,7 @@ def bench_article(
     scale: Annotated[float, typer.Option(min=0.01, max=4, help="Times prompts of 128-4096 and answers of 128.")] = 0.25,
     shared: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a common beginning.")] = 0.5,
     reservations: Annotated[int, typer.Option(min=1, help="Longest requests that the page pool holds.")] = 8,
-    rows: Annotated[str, typer.Option(help="ladder, alone, or both with a comma.")] = "ladder,alone",
+    rows: Annotated[str, typer.Option(help="ladder, alone, prefill (GPU); several with commas.")] = "ladder,alone",
     rounds: Annotated[int, typer.Option(min=1, help="Passes over all rows; medians are reported.")] = 1,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rows that would end later are left out.")] = 120.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
@@ -186,13 +186,14 @@ def bench_gpu(
     options: Annotated[str, typer.Option(help="EngineConfig for our side, JSON.")] = "{}",
     peer_options: Annotated[str, typer.Option(help="Engine arguments of the peer, JSON.")] = "{}",
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of S, P and open.")] = None,
+    http: Annotated[bool, typer.Option("--http", help="Each engine behind its own server.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
 ) -> None:
     """Our engine and a peer on this GPU, one after the other, same requests, random weights. Exit 1: goals missed."""
     from cluster.bench import gpu as bench
 
     try:
-        load = bench.Workload.parse(shapes, runs, peer, peer_path, options, peer_options, limit)
+        load = bench.Workload.parse(shapes, runs, peer, peer_path, options, peer_options, limit, http)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()

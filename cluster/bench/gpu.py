@@ -49,7 +49,8 @@ class SideFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Workload:
-    """``options`` of EngineConfig; ``peer_path`` goes before ours in the peer's PYTHONPATH."""
+    """``options`` of EngineConfig; ``peer_path`` goes before ours in the peer's PYTHONPATH; ``http``: each engine is
+    behind its own server."""
 
     shapes: tuple[str, ...]
     runs: tuple[str, ...]
@@ -58,6 +59,7 @@ class Workload:
     options: dict[str, Any] = field(default_factory=dict)
     peer_options: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
+    http: bool = False
 
     @classmethod
     def parse(
@@ -69,6 +71,7 @@ class Workload:
         options: str,
         peer_options: str,
         limit: int | None,
+        http: bool = False,
     ) -> Workload:
         """From a command line. Raises ValueError, naming the option and what is allowed."""
         names = tuple(part.strip() for part in shapes.split(","))
@@ -92,7 +95,7 @@ class Workload:
                 raise ValueError(f"{name}: {text!r} is no JSON: {error}") from None
             if not isinstance(read[name], dict):
                 raise ValueError(f"{name}: {text!r}; an object is needed")
-        return cls(names, found, peer, peer_path, read["--options"], read["--peer-options"], limit)
+        return cls(names, found, peer, peer_path, read["--options"], read["--peer-options"], limit, http)
 
 
 def run(load: Workload, console: Console) -> dict[str, Any]:
@@ -124,7 +127,16 @@ def _side(load: Workload, side: str, shape: str, runs: tuple[str, ...], console:
     console.print(f"{shape}: {side}")
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "report.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "cluster.bench.gpu_sides", side, "--shape", shape, "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "cluster.bench.gpu_sides",
+            f"{side}-http" if load.http else side,
+            "--shape",
+            shape,
+            "--out",
+            str(out),
+        ]
         command += ["--options", json.dumps(load.peer_options if theirs else load.options), "--runs", *runs]
         command += ["--limit", str(load.limit)] if load.limit else []
         with log.open("wb") as sink:

@@ -3,7 +3,8 @@
     python -m cluster.bench.gpu_sides everwarm --shape qwen3-8b --runs S:0 decode:32 --out ours.json
     PYTHONPATH=.:/where/vllm/is python -m cluster.bench.gpu_sides vllm --shape qwen3-8b --runs S:0 --out vllm.json
 
-Both get token ids and give token ids, from the same client; weights are random.
+Both get token ids and give token ids, from the same client; weights are random. ``everwarm-http`` and ``vllm-http`` are
+the same engines behind their servers (:mod:`cluster.bench.gpu_http`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.bench.gpu_http import EverwarmServer, VllmServer
 from cluster.bench.gpu_loads import (
     Job,
     Side,
@@ -141,7 +143,12 @@ class VllmSide:
         return {}
 
 
-SIDES: dict[str, Callable[[Shape, dict[str, Any]], Side]] = {"everwarm": EverwarmSide, "vllm": VllmSide}
+SIDES: dict[str, Callable[[Shape, dict[str, Any]], Side]] = {
+    "everwarm": EverwarmSide,
+    "vllm": VllmSide,
+    "everwarm-http": EverwarmServer,
+    "vllm-http": VllmServer,
+}
 
 
 def write_model_folder(shape: Shape, folder: Path) -> None:

@@ -35,15 +35,15 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def random_weights(c: ModelConfig) -> Weights:
-    """Drawn on the GPU, in bf16: seconds instead of minutes for 8 B parameters."""
+def random_weights(c: ModelConfig, device: str = "cuda") -> Weights:
+    """Drawn on the device, in bf16: on a GPU seconds instead of minutes for 8 B parameters."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
     def normal(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0, columns**-0.5)
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(0, columns**-0.5)
 
     def near_one(n: int) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(n, dtype=torch.bfloat16, device="cuda")
+        return 1 + 0.1 * torch.randn(n, dtype=torch.bfloat16, device=device)
 
     layers = [
         LayerWeights(
@@ -75,6 +75,6 @@ def open_random_engine(
     config = resolve(EngineConfig(**{"max_model_len": 8192, **options}), model.facts(2), facts)
     runner = ModelRunner(model, random_weights(model), config)
     root = RootFields("bench", "none", config.dtype, config.page_size)
-    gc.freeze()  # as a replica does: full collections over the libraries' objects would show as long steps
     engine = Engine(config, runner, root=root, on_deltas=on_deltas, on_events=lambda batch: None)
+    gc.freeze()  # as a replica does: full collections over the libraries' objects would show as long steps
     return engine, config
