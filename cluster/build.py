@@ -153,7 +153,7 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
         "max_batch_size": resolved.max_batch_size,
         "num_pages": resolved.num_pages,
         "page_size": resolved.page_size,
-        "chunk_size": resolved.chunk_size,
+        "chunk_size": resolved.busy_chunk_size,
         "host_page_us": resolved.host_page_us,
     }
     server = TokenServer(token_plane_secret(bound_secret), replica_id=name, root=root, limits=limits)

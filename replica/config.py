@@ -74,10 +74,13 @@ class EngineConfig(BaseModel):
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
-    """Token budget of a step, at least max_batch_size; auto: 512-2048 on a GPU, 512 on a CPU, where 256
-    would cost 8-13 % of the prefill rate (weights are read twice, products of 256 rows are slower)."""
+    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, twice as many (at
+    most 2048) while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice,
+    products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
+    itl_target_ms: Annotated[Annotated[float, Field(gt=0)] | Literal["off"], BeforeValidator(_spell_off)] = "off"
+    """Tokens of a step while others decode: as many as fit into this time, by the step times measured so far."""
     ageing_s: float = Field(5.0, gt=0)
     """A waiting request gains one priority level per so many seconds, so that long prompts finish too."""
     max_waiting: int = Field(1024, ge=1)
@@ -184,7 +187,11 @@ class ResolvedConfig:
     prefill_priority: Literal["low", "high"]
     chunked_prefill: bool
     chunk_size: int
+    busy_chunk_size: int
+    """Tokens of a step while many decode."""
     long_prefill_tokens: int
+    itl_target_ms: float | None
+    """None: off."""
     ageing_s: float
     max_waiting: int
     async_scheduling: bool
@@ -218,6 +225,8 @@ class ResolvedConfig:
         return -(-num_tokens // self.page_size)
 
 
+MOST_CAPTURED = 2048
+"""Tokens of the largest step that a GPU replays from a graph."""
 KV_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 _PASSED_ON = (
     "quantization", "kv_cache_paging", "page_size", "host_cache_gb", "canary", "scheduler", "max_prefill_batch",
@@ -300,6 +309,10 @@ def _resolve_memory(
 def _resolve_budget(
     config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], why: dict[str, str], pick: Any
 ) -> None:
+    target = config.itl_target_ms
+    if target != "off" and not config.chunked_prefill:
+        raise ValueError(f"itl_target_ms: {target:g} needs chunked_prefill; a prompt that is never cut takes its time")
+    out["itl_target_ms"] = None if target == "off" else target
     batch = 256 if cuda else 32
     if config.chunk_size != "auto" and config.chunked_prefill:
         batch = min(batch, config.chunk_size)
@@ -308,14 +321,11 @@ def _resolve_budget(
         batch = min(batch, regions)
     pick("max_batch_size", batch, f"the default on {out['device']}, within chunk_size and the pool")
     if config.chunked_prefill:
-        chunk = 512
-        if cuda:
-            chunk = 2048 if model.weight_bytes < 6e9 else 1024 if model.weight_bytes < 2e10 else 512
-        pick("chunk_size", max(chunk, out["max_batch_size"]), "by device and model size, at least max_batch_size")
+        _resolve_chunk(config, model, cuda, out, pick)
     else:
         if config.chunk_size != "auto":
             why["chunk_size"] = f"{out['max_model_len']}: chunked_prefill is off, so a prompt is never cut"
-        out["chunk_size"] = max(out["max_model_len"], out["max_batch_size"])
+        out["chunk_size"] = out["busy_chunk_size"] = max(out["max_model_len"], out["max_batch_size"])
     if out["chunk_size"] < out["max_batch_size"]:
         raise ValueError(
             f"chunk_size: {out['chunk_size']} is below max_batch_size {out['max_batch_size']}; "
@@ -323,6 +333,19 @@ def _resolve_budget(
         )
     half = max(1, out["chunk_size"] // 2)
     pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], "half the chunk")
+
+
+def _resolve_chunk(config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], pick: Any) -> None:
+    busy, reason = 512, "by device and model size, at least max_batch_size"
+    if cuda:
+        busy = 2048 if model.weight_bytes < 6e9 else 1024 if model.weight_bytes < 2e10 else 512
+        reason = f"{busy} {reason}; twice as many while few decode"
+    busy = max(busy, out["max_batch_size"])
+    most = max(busy, min(2 * busy, MOST_CAPTURED)) if cuda else busy
+    if out["itl_target_ms"] is not None:
+        most, reason = max(busy, MOST_CAPTURED), "the most of a step; itl_target_ms decides how much of it"
+    pick("chunk_size", most, reason)
+    out["busy_chunk_size"] = busy if config.chunk_size == "auto" else out["chunk_size"]
 
 
 def _resolve_prefix_cache(config: EngineConfig, out: dict[str, Any], why: dict[str, str], pick: Any) -> None:

@@ -49,8 +49,7 @@ class _TierChanges:
 
     def check_invariants(self, keys: Sequence[int]) -> None:
         expected = Digest()
-        for key in (set(keys) - self.added.keys()) | self.gone.keys():
-            expected.add(key)
+        expected.add_packed(pack_keys(list((set(keys) - self.added.keys()) | self.gone.keys())))
         assert expected.as_pair() == self.digest.as_pair(), "digest and residency differ"
         assert not self.added.keys() & self.gone.keys(), "a page is both stored and removed in one batch"
         assert self.added.keys() <= set(keys) and not self.gone.keys() & set(keys), "changes and residency differ"

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.045  # between event batches at most, so that consumers see one every 50 ms
 MAX_FAILED_STEPS = 3  # so many in a row mean a broken device rather than broken requests
 ARRIVAL_POLL_S = 0.01  # how late an arrival may be noticed while a step runs and the next could be launched
+LEAD_S, LEAD_SHARE = 0.002, 0.1  # a step is launched so long, and such a share of it, before the one before it ends
 
 
 @dataclass(slots=True)
@@ -83,10 +84,11 @@ class Engine:
         self.step_time = StepTimeModel()
         cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
         self.host = HostTier(config.num_host_pages, self.events) if config.num_host_pages else None
-        self.watch = Watch(self.config, self.events, runner, audit=self._audit, end=self._end)
+        parts = (self._audit_states, self._audit_index, self._audit_events, self._audit_requests)
+        self.watch = Watch(self.config, self.events, runner, audit=parts, end=self._end)
         self.pool = PagePool(runner.num_pages, self.watch.sink, max_cached=cached, host=self.host)
         self.speculation = Speculation.of(self.config, self.step_time)
-        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation, self.step_time)
         self.counters: Counter[str] = Counter()
         self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
@@ -216,11 +218,14 @@ class Engine:
         self._expire(now)
         self.watch.turn(now, self.scheduler, idle=not self._live and not self._flights)
         depth = 1 if self.speculation is not None and self.speculation.waits else self._depth
-        launched = len(self._flights) < depth and self._launch(now)
+        early = self._earliness(now)
+        launched = early <= 0 and len(self._flights) < depth and self._launch(now)
         if launched and len(self._flights) < depth:
             return  # fill the pipeline before waiting for its head
         self._speak()  # what the inbox brought is echoed now, not after a step
         patience = max(0.0, self._last_emit + HEARTBEAT_S - now)
+        if early > 0:
+            patience = min(patience, early)
         if self._flights:
             if len(self._flights) < depth:
                 patience = min(patience, ARRIVAL_POLL_S)
@@ -229,6 +234,20 @@ class Engine:
         elif not self._deltas and not self.events.has_changes:
             self._inbox.wait(patience)
         self._speak()
+
+    def _earliness(self, now: float) -> float:
+        """Seconds until the step after the one under way should be launched. The later it is, the more of those who
+        arrive meanwhile are in it; but it has to be there when the device is done."""
+        if len(self._flights) != 1 or not self._launches_late:
+            return 0.0
+        flight = self._flights[0]
+        expected = self.step_time.predict(flight.plan.shape) / 1e3
+        begun = max(flight.launched, self._last_done)
+        return begun + (1 - LEAD_SHARE) * expected - LEAD_S - now
+
+    @property
+    def _launches_late(self) -> bool:
+        return self.config.device == "cuda" and self._fit[0] > 0
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -401,7 +420,21 @@ class Engine:
         return age, self.step_time.predict(flight.plan.shape) / 1e3
 
     def _audit(self) -> None:
-        self.scheduler.check_invariants()
+        self._audit_states()
+        self._audit_index()
+        self._audit_events()
+        self._audit_requests()
+
+    def _audit_states(self) -> None:
+        self.pool.check_states()
+
+    def _audit_index(self) -> None:
+        self.pool.check_index()
+
+    def _audit_events(self) -> None:
         self.events.check_invariants(self.pool.residency())
+
+    def _audit_requests(self) -> None:
+        self.scheduler.check_requests()
         known = {*self.scheduler.running, *self.scheduler.waiting, *self._inbox.pending(self._enqueue)}
         assert set(self._live.values()) == known, "live and scheduled requests differ"

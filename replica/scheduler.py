@@ -10,7 +10,8 @@ Bounds that hold whatever arrives:
 - A victim has sampled since it was admitted, or it is the very request that needs the page. So every preemption is
   paid for by a new token: preemptions <= tokens, and thrash can't happen.
 - A request that waited ``ageing_s`` and finds no room is not overtaken any more.
-- A long prompt gets at least min(long_prefill_tokens, what decoding leaves) tokens in each step it is first in line.
+- A long prompt gets at least min(long_prefill_tokens, half the step, what decoding leaves) tokens in each step it is
+  first in line.
 - A request may wait for a page that another computes (single flight), but only for one that is admitted; admitted
   requests wait for nobody, and whoever leaves, for whatever reason, gives its claims up.
 """
@@ -29,7 +30,8 @@ from replica.config import ResolvedConfig
 from replica.page_pool import PagePool
 from replica.request import Request
 from replica.speculation import Speculation
-from replica.step_time import StepShape
+from replica.step_budget import StepBudget
+from replica.step_time import StepShape, StepTimeModel
 from replica.turn import Plan, Turn
 
 LOOKAHEAD = 16
@@ -42,8 +44,16 @@ _key = attrgetter("key")
 class Scheduler:
     """Owns the waiting and running requests, their slots and their pages. Not thread-safe."""
 
-    def __init__(self, config: ResolvedConfig, pool: PagePool, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        pool: PagePool,
+        speculation: Speculation | None = None,
+        step_time: StepTimeModel | None = None,
+    ) -> None:
+        """``step_time``: the fit that ``itl_target_ms`` is held by."""
         self.config = config
+        self._step_budget = StepBudget(config, step_time or StepTimeModel())
         self.pool = pool
         self.speculation = speculation
         self.running: list[Request] = []
@@ -115,12 +125,12 @@ class Scheduler:
 
     def schedule(self, step: int, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now. ``now`` is on the clock of ``Request.arrival``."""
-        turn = Turn(self.config.chunk_size, self.config.long_prefill_tokens)
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for request in self.running:
             progressed = request.num_tokens + request.num_pending > request.admitted_total
             (decoding if progressed else prefilling).append(request)
+        turn = self._open_turn(decoding, prefilling)
         if self.config.prefill_priority == "high":
             for request in prefilling:
                 self._grant_prefill(request, turn)
@@ -137,6 +147,16 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.extend(turn, self.pool, self.config.page_size)
         return self._build(step, turn) if turn.grants else None
+
+    def _open_turn(self, decoding: list[Request], prefilling: list[Request]) -> Turn:
+        cap, most = self.config.long_prefill_tokens, self.config.chunk_size
+        if not self._step_budget.varies or not (prefilling or self.waiting):
+            return Turn(most, cap, cap)
+        context = sum(request.num_computed for request in decoding)
+        start = prefilling[0].num_computed if prefilling else 0
+        budget = self._step_budget.tokens(context, len(decoding), start)
+        cap = min(cap, max(1, budget // 2))
+        return Turn(budget, cap, cap)
 
     def _decode(self, decoding: list[Request], turn: Turn) -> None:
         size, grants, room = self.config.page_size, turn.grants, turn.budget
@@ -183,7 +203,7 @@ class Scheduler:
 
     def _is_capped(self, remaining: int, turn: Turn) -> bool:
         """Whether a prefill of so many tokens must leave room, as shorter ones wait."""
-        cap = self.config.long_prefill_tokens
+        cap = turn.cap
         if remaining <= cap:
             return False
         if turn.shorts_wait is None:
@@ -297,7 +317,7 @@ class Scheduler:
         if not self.running or not self.config.kv_cache_paging:
             return 0
         num_tokens = request.num_tokens - num_ready * self.config.page_size
-        num_steps = 2 + num_tokens // self.config.long_prefill_tokens
+        num_steps = 2 + num_tokens // min(self.config.long_prefill_tokens, max(1, self._step_budget.typical // 2))
         return max(self._watermark, len(self.running) * self.config.pages_for(num_steps))
 
     def _preempt(self, request: Request) -> None:
@@ -371,8 +391,12 @@ class Scheduler:
         return plan if rows else None
 
     def check_invariants(self) -> None:
-        """Exact audit of slots, references, queues and claims; raises AssertionError."""
+        """Exact audit of pages, slots, references, queues and claims; raises AssertionError."""
         self.pool.check_invariants()
+        self.check_requests()
+
+    def check_requests(self) -> None:
+        """The audit without the pages' own."""
         assert self.running == sorted(self.running, key=_key) and self.waiting == sorted(self.waiting, key=_key)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_batch_size)), "slots lost or shared"

@@ -25,7 +25,10 @@ class Turn:
     """What is left to hand out in one step."""
 
     budget: int
+    cap: int
+    """A prefill of more tokens is a long one."""
     long_budget: int
+    """Of the budget, what long prefills may take while shorter ones wait."""
     grants: dict[Request, int] = field(default_factory=dict)
     drafts: dict[Request, np.ndarray] = field(default_factory=dict)
     """int32 guesses of the ids after a decoding request's last one, to be verified in this step."""

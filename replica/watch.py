@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -106,8 +106,9 @@ class Canary:
 
 
 class Watch:
-    """Runs the canary, if there is one, and the engine's own audit when it is idle. What the audit raises ends the
-    engine: its books are wrong, and a new one is started in its place. ``sink`` is for the page pool."""
+    """Runs the canary, if there is one, and the engine's own audit when it is idle, a part per turn, so that a request
+    that comes meanwhile hardly waits. What the audit raises ends the engine: its books are wrong, and a new one is
+    started in its place. ``sink`` is for the page pool."""
 
     def __init__(
         self,
@@ -115,13 +116,15 @@ class Watch:
         events: ResidencySink,
         runner: Runner,
         *,
-        audit: Callable[[], None],
+        audit: Sequence[Callable[[], None]],
         end: Callable[[Request, Finish, str], None],
     ) -> None:
         self._audit, self._end = audit, end
         self._canary = Canary(events, runner) if config.canary else None
         self.sink = self._canary or events
         self._idle_since: float | None = None
+        self._part = 0
+        """Of the audit, next."""
         self._last = float("-inf")
         self._due = False
         self.num_audits = 0
@@ -132,13 +135,15 @@ class Watch:
             for page in self._canary.turn(now, scheduler.pool):
                 self._distrust(page, scheduler)
         if not idle:
-            self._idle_since, self._due = None, True
+            self._idle_since, self._due, self._part = None, True, 0
         elif self._idle_since is None:
             self._idle_since = now
         elif self._due and now - self._idle_since >= IDLE_S and now - self._last >= AUDIT_EVERY_S:
-            self._audit()
-            self._due, self._last = False, now
-            self.num_audits += 1
+            self._audit[self._part]()
+            self._part += 1
+            if self._part == len(self._audit):
+                self._due, self._last, self._part = False, now, 0
+                self.num_audits += 1
 
     def _distrust(self, page: int, scheduler: Scheduler) -> None:
         """The page leaves with all that is built upon it, and those who read it end."""

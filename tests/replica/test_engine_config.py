@@ -27,7 +27,14 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
-    assert (config.dtype, config.max_batch_size, config.chunk_size) == ("bfloat16", 256, 1024)
+    assert (config.dtype, config.max_batch_size, config.itl_target_ms) == ("bfloat16", 256, None)
+    assert (config.chunk_size, config.busy_chunk_size) == (2048, 1024)
+    asked = resolve(EngineConfig(chunk_size=1536), LARGE, H200)
+    assert (asked.chunk_size, asked.busy_chunk_size) == (1536, 1536), "a size asked for is kept"
+    small = resolve(EngineConfig(), SMALL, H200)
+    assert (small.chunk_size, small.busy_chunk_size) == (2048, 2048)
+    aimed = resolve(EngineConfig(itl_target_ms=40), LARGE, H200)
+    assert (aimed.chunk_size, aimed.itl_target_ms) == (2048, 40.0) and "itl_target_ms" in aimed.reasons["chunk_size"]
     page = 2 * 36 * 8 * 128 * 2 * 16
     assert config.num_pages == int((140 * 2**30 * 0.9 - LARGE.weight_bytes - 2**30) / page)
     measured = resolve(EngineConfig(), LARGE, dataclasses.replace(H200, kv_bytes=page * 1000))
@@ -61,6 +68,7 @@ def test_words_from_a_command_line() -> None:
     ({"chunk_size": 8, "max_batch_size": 16}, ("chunk_size", "8", "16")),
     ({"kv_cache_paging": False, "prefix_caching": True}, ("prefix_caching", "kv_cache_paging")),
     ({"device": "cuda"}, ("device", "cuda", "cpu")),
+    ({"chunked_prefill": False, "itl_target_ms": 50}, ("itl_target_ms", "50", "chunked_prefill")),
 ])  # fmt: skip
 def test_refusals_name_field_value_and_limit(options: dict, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
@@ -70,7 +78,7 @@ def test_refusals_name_field_value_and_limit(options: dict, words: tuple[str, ..
 
 @pytest.mark.parametrize("options", [
     {"chunksize": 8}, {"page_size": 17}, {"chunk_size": 0}, {"max_num_pages": -1}, {"watermark": 1.0},
-    {"fused_qkv": "maybe"}, {"scheduler": "fifo"}, {"ageing_s": 0},
+    {"fused_qkv": "maybe"}, {"scheduler": "fifo"}, {"ageing_s": 0}, {"itl_target_ms": 0}, {"itl_target_ms": "low"},
 ])  # fmt: skip
 def test_bad_options_are_refused(options: dict) -> None:
     with pytest.raises(ValidationError):
@@ -102,6 +110,8 @@ def test_speculation_that_can_not_be(options: dict, problem: str) -> None:
 
 def test_off_is_a_word_for_yaml_too() -> None:
     assert resolve(EngineConfig(speculative=False), SMALL).speculative == "off"
+    assert resolve(EngineConfig(itl_target_ms=False), SMALL).itl_target_ms is None
+    assert resolve(EngineConfig(itl_target_ms="40"), SMALL).itl_target_ms == 40.0
     for tokens in (0, 16):
         with pytest.raises(ValidationError, match="speculative_tokens"):
             EngineConfig(speculative_tokens=tokens)
