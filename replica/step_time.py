@@ -23,6 +23,9 @@ FORGET = 0.995
 """Weight of a step after the next one of its kind: a memory of about 200 steps."""
 HUBER = 3.0
 """Relative errors beyond so many mean absolute errors count linearly."""
+SHORTEST = 2.0
+"""A step of less than so large a part of the usual time counts no more than one of that: when a step is read back late,
+what is left for the one after it is next to nothing, and its relative error would outweigh everything."""
 WARM = 20
 """Steps of a kind before outliers are judged."""
 BLOCK = (4, 64)
@@ -48,6 +51,8 @@ class StepTimeModel:
         self._moment = np.zeros((2, 5, 5))
         self._cross = np.zeros((2, 5))
         self._error = [1.0, 1.0]
+        self._usual = [0.0, 0.0]
+        """Milliseconds, fading."""
         self.num_steps = [0, 0]
         """Steps taken in without and with prefill."""
         self._theta = self._prior
@@ -82,9 +87,12 @@ class StepTimeModel:
         self._theta = _non_negative(moment + ridge, self._cross.sum(0) + ridge @ self._prior)
 
     def _learn(self, kind: int, features: np.ndarray, ms: np.ndarray) -> None:
-        weights = 1.0 / (ms * ms) * FORGET ** np.arange(len(ms) - 1, -1, -1)
+        usual = float(np.median(ms))
+        self._usual[kind] += (1 - 0.95 ** len(ms)) * (usual - self._usual[kind]) if self._usual[kind] else usual
+        size = np.maximum(ms, self._usual[kind] / SHORTEST)
+        weights = 1.0 / (size * size) * FORGET ** np.arange(len(ms) - 1, -1, -1)
         if self.num_steps[kind] >= WARM:
-            errors = np.abs(features @ self._theta - ms) / ms
+            errors = np.abs(features @ self._theta - ms) / size
             limit = HUBER * self._error[kind]
             weights *= np.minimum(1.0, limit / np.maximum(errors, 1e-9))
             # The clip lets the scale follow a lasting change of regime within tens of steps, not a single spike.

@@ -61,6 +61,29 @@ def test_follows_a_lasting_change() -> None:
     assert worst_error(model, slower) < 0.15
 
 
+def test_follows_a_lasting_change_for_the_faster() -> None:
+    model, rng = StepTimeModel(), random.Random(3)
+    teach(model, rng, 500, 0.3)
+    faster = tuple(c / 4 for c in TRUE)
+    teach(model, rng, 1500, 0.3, faster)
+    assert worst_error(model, faster) < 0.15
+
+
+@pytest.mark.parametrize("late", [0.01, 0.05])
+def test_a_step_read_back_late_and_the_short_one_after_it_move_little(late: float) -> None:
+    model, rng, debt = StepTimeModel(), random.Random(5), 0.0
+    for _ in range(3000):
+        shape = draw(rng, rng.random() < 0.3)
+        ms = cost(shape) * rng.gauss(1, 0.02)
+        if debt:
+            ms, debt = max(0.05, ms - debt), 0.0
+        elif rng.random() < late:
+            debt = rng.uniform(5, 30)
+            ms += debt
+        model.update(shape, ms)
+    assert worst_error(model) < 0.15
+
+
 def test_never_negative_when_the_data_say_otherwise() -> None:
     model, rng = StepTimeModel(), random.Random(4)
     for _ in range(400):
