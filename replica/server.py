@@ -117,7 +117,7 @@ class TokenServer:
         self._batch_at = time.monotonic()
         self._outbox: list[list[tuple[Any, TokenDelta]] | EventBatch] = []
         self._sending = threading.Lock()
-        """Held while something is neither in the outbox nor with its connection."""
+        """Held while something is neither in the outbox nor with its connection, or a heartbeat is on its way."""
         self._handlers: dict[int, Callable[[_Router, list[Any]], None]] = {
             Kind.SUBMIT: self._on_submit,
             Kind.CANCEL: self._on_cancel,
@@ -231,9 +231,9 @@ class TokenServer:
             _encode_deltas(deltas, frames)
             for router, parts in frames.items():
                 router.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
-        if last is not None:  # only now may a PONG speak of it
-            self._epoch, self._seq, self._batch_at = last.epoch, last.seq, time.monotonic()
-            self._first_batch.set()
+            if last is not None:
+                self._epoch, self._seq, self._batch_at = last.epoch, last.seq, time.monotonic()
+                self._first_batch.set()
 
     def _add_events(self, batch: EventBatch, frames: dict[_Router, list[bytes]]) -> None:
         routers = list(self._routers.values())  # in one go: the event loop adds and removes
@@ -274,16 +274,18 @@ class TokenServer:
         assert self._engine is not None
         log.info("router at %s is gone (%s); %d requests cancelled", connection.address, reason, len(router.requests))
         self._preparer.cancel_all(router)
-        for request in router.requests:
+        for request in list(router.requests):  # in one go: the engine's thread discards what ends meanwhile
             self._engine.cancel(router, request)
         router.requests.clear()
 
-    def idle_frame(self, connection: Connection) -> bytes:
-        return self._pong(None)
+    def on_idle(self, connection: Connection) -> None:
+        self._pong(connection, None)
 
-    def _pong(self, echo: Any) -> bytes:
-        silent_ms = int((time.monotonic() - self._batch_at) * 1e3)
-        return encode(Kind.PONG, echo, self._epoch, self._seq, silent_ms)
+    def _pong(self, connection: Connection, echo: Any) -> None:
+        """A PONG speaks of the batch before it on the connection: to a router, any other is a gap or a wrong seq."""
+        with self._sending:
+            silent_ms = int((time.monotonic() - self._batch_at) * 1e3)
+            connection.send(encode(Kind.PONG, echo, self._epoch, self._seq, silent_ms))
 
     # --- frames
 
@@ -332,7 +334,7 @@ class TokenServer:
             self._engine.cancel(router, request)
 
     def _on_ping(self, router: _Router, frame: list[Any]) -> None:
-        router.connection.send(self._pong(frame[1]))
+        self._pong(router.connection, frame[1])
 
     def _on_replay(self, router: _Router, frame: list[Any]) -> None:
         from_seq = frame[1]
@@ -355,7 +357,9 @@ class TokenServer:
         try:
             answer: Sequence[EventBatch | Snapshot] | None = None
             if from_seq is not None:
-                answer = await asyncio.to_thread(engine.replay, from_seq)
+                batches = await asyncio.to_thread(engine.replay, from_seq)
+                if batches is not None:  # what has not been sent yet would be ahead of the heartbeats
+                    answer = [batch for batch in batches if batch.seq <= self._seq]
             if answer is None:
                 answer = rechunk(await asyncio.to_thread(engine.snapshot), SNAPSHOT_KEYS)
             for part in answer:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """Seconds and bytes. ``heartbeat_s``: after so long without another frame the handler's idle frame is sent."""
+    """Seconds and bytes. ``heartbeat_s``: after so long without a frame sent the handler is to send one."""
 
     handshake_timeout_s: float = 5.0
     dead_after_s: float = 3.0
@@ -57,8 +57,8 @@ class Handler(Protocol):
         """Once per connection, opened or not. ``refused``: by the handshake, so trying again won't help by itself."""
         ...
 
-    def idle_frame(self, connection: Connection) -> bytes:
-        """Sent when nothing else was for ``heartbeat_s``."""
+    def on_idle(self, connection: Connection) -> None:
+        """Nothing was sent for ``heartbeat_s``: send a sign of life."""
         ...
 
 
@@ -232,5 +232,5 @@ class Connection(asyncio.Protocol):
             self.abort(f"silent for {self._options.dead_after_s} s")
             return
         if self._idle_s >= self._options.heartbeat_s:
-            self.send(self._handler.idle_frame(self))
+            self._handler.on_idle(self)
         self._schedule_tick()

@@ -296,8 +296,8 @@ class Link:
             self._leave_if_done()
         self._closed.set()
 
-    def idle_frame(self, connection: Connection) -> bytes:
-        return encode(Kind.PING, int(self.now() * 1e6))
+    def on_idle(self, connection: Connection) -> None:
+        connection.send(encode(Kind.PING, int(self.now() * 1e6)))
 
     # --- frames
 

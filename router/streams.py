@@ -266,9 +266,10 @@ class Streams:
         ticket = attempt.ticket
         if self._live.get(ticket) is not attempt:
             return
+        if not attempt.num_tokens and (delta.ids or delta.finish is not None):
+            attempt.on_accept()  # the engine may be quicker than the word that it took the request
         if delta.ids:
             if not attempt.num_tokens:
-                attempt.on_accept()
                 self._placement.first_token(attempt.link.name, attempt.request, self._now())
             attempt.num_tokens += len(delta.ids)
             self._counters["tokens"] += len(delta.ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from router.handshake import RouterHandshake
 from router.pages import RootFields, chain, pack_tokens
 from router.placement import ReplicaState
 from router.stream_state import Phase, StreamState
-from router.wire import EventBatch, Kind, Refusal, Sampling, Snapshot, Submit, TokenDelta, encode
+from router.wire import EventBatch, Kind, Load, Refusal, Sampling, Snapshot, Submit, TokenDelta, encode
 
 SECRET = b"secret of these tests"
 ROOT = RootFields("m", "t", "float32", 16)
@@ -95,8 +96,8 @@ class RawRouter:
     def on_close(self, connection, reason, refused) -> None:
         self.closed.set_result(reason)
 
-    def idle_frame(self, connection) -> bytes:
-        return encode(Kind.PING, 0)
+    def on_idle(self, connection) -> None:
+        connection.send(encode(Kind.PING, 0))
 
     def connection_port(self) -> int:
         return self.transport.get_extra_info("sockname")[1]
@@ -290,6 +291,72 @@ async def test_info_and_heartbeat() -> None:
         assert pong[2] == served.engine.events.epoch and 0 <= pong[4] < 1000
         await asyncio.sleep(0.5)
         assert len(router.of(Kind.EVENTS)) >= 5, "an event frame at least every 50 ms, idle or not"
+
+
+def slow_sends(served: Replica, pause_s: float) -> None:
+    """The engine's thread loses the processor right after each frame that it sends."""
+    for router in served.server._routers.values():
+        send = router.connection.send
+
+        def slow(frame: bytes, send=send) -> bool:
+            sent = send(frame)
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(pause_s)
+            return sent
+
+        router.connection.send = slow  # type: ignore[method-assign]
+
+
+async def test_a_heartbeat_speaks_of_the_batch_before_it_on_the_connection() -> None:
+    async with replica() as served:
+        router = await RawRouter.dial(served.address)
+        slow_sends(served, 0.01)
+        for turn in range(150):
+            router.connection.send(encode(Kind.PING, turn))
+            await asyncio.sleep(0.004)
+        await until(lambda: any(frame[1] == 149 for frame in router.of(Kind.PONG)))
+        seq = None
+        for frame in router.frames:
+            if frame[0] == Kind.EVENTS:
+                seq = EventBatch.from_frame(frame).seq
+            elif frame[0] == Kind.PONG and seq is not None:
+                assert frame[3] == seq, "a router would take this for a gap or for a wrong seq, and ask for everything"
+
+
+async def test_a_replay_holds_nothing_that_has_not_been_sent_yet() -> None:
+    async with replica() as served:
+        router = await RawRouter.dial(served.address)
+        await until(lambda: router.of(Kind.EVENTS))
+        await asyncio.to_thread(served.engine.stop)
+        sent = served.engine.events.next_seq - 1
+        served.engine.events.emit(Load())  # on its way to the server
+        await asyncio.sleep(0.05)
+        router.frames.clear()
+        router.connection.send(encode(Kind.REPLAY, sent))
+        await until(lambda: router.of(Kind.EVENTS))
+        router.connection.send(encode(Kind.PING, 1))
+        await until(lambda: any(frame[1] == 1 for frame in router.of(Kind.PONG)))
+        assert [EventBatch.from_frame(frame).seq for frame in router.of(Kind.EVENTS)] == [sent]
+        assert router.of(Kind.PONG)[-1][3] == sent
+
+
+async def test_requests_that_end_while_their_router_goes_do_not_hide_the_others() -> None:
+    """The engine's thread forgets a finished request while the event loop cancels those of a router that is gone."""
+    async with replica(step_ms=20.0) as served:
+        router = await RawRouter.dial(served.address)
+        for index in range(8):
+            router.submit(f"q{index}", prompt_of(index, 20), max_tokens=2000)
+        await until(lambda: len(router.of(Kind.ACCEPT)) == 8)
+        cancel, owner = served.engine.cancel, next(iter(served.server._routers.values()))
+
+        def cancel_slowly(of, request: str) -> None:
+            cancel(of, request)
+            served.server._outbox.append([(owner, TokenDelta(request, [1], "length"))])
+            served.server.send_out()
+
+        served.engine.cancel = cancel_slowly  # type: ignore[method-assign]
+        router.connection.abort("vanished")
+        await until(served.engine.idle, 3.0)
 
 
 async def test_strangers_cannot_exhaust_it() -> None:

@@ -40,8 +40,8 @@ class End:
     def on_close(self, connection, reason, refused) -> None:
         self.closed.set_result((reason, refused))
 
-    def idle_frame(self, connection) -> bytes:
-        return encode(Kind.PING, 1)
+    def on_idle(self, connection) -> None:
+        connection.send(encode(Kind.PING, 1))
 
 
 @asynccontextmanager

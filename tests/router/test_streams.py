@@ -132,6 +132,24 @@ async def test_faults_and_deadlines_raise_after_the_tokens_that_came() -> None:
         await until(lambda: not len(router.streams))
 
 
+async def test_an_end_without_tokens_that_overtakes_the_acceptance_is_the_answer() -> None:
+    async with cluster("r1") as (router, engines):
+        engine = engines["r1"]
+        take = engine.submit
+        for finish, error in ((Finish.ERROR, EngineFault), (Finish.DEADLINE, DeadlineExceeded)):
+
+            def submit(owner, request, finish=finish) -> None:
+                take(owner, request)
+                engine.say([], str(finish), error="the engine step failed")  # its thread was quicker than ours
+
+            engine.submit = submit
+            before = len(engine.submits)
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(error, match="step failed"):
+                await read(await router.admit(job("o", PROMPT)))
+            assert asyncio.get_running_loop().time() - started < 2.0 and len(engine.submits) == before + 1
+
+
 async def test_too_many_tokens_and_impossible_ids_are_faults() -> None:
     async with cluster("r1") as (router, engines):
         for ids, text in (([1] * 9, "more than max_tokens = 8"), ([-1], "token ids"), (["x"], "token ids")):
