@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import autoscale
 from cluster.checkpoint import Checkpoint, load_card, locate, model_fingerprint, tokenizer_fingerprint
 from cluster.config import AppConfig, port_range
+from cluster.logs import logged
 from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
 from router.api.options import ApiOptions
 from router.dispatch import Dispatcher, DispatchOptions
@@ -70,13 +71,13 @@ def build_app(config: AppConfig) -> Application:
     )(serve.ingress(current_app)(RouterActor))
     served = partial(open_router, config.model, config.served_model_name, config.api(), config.dispatch(), bound_secret)
     engines = replica.bind(
-        partial(open_replica, config.model, engine, bound_secret),
+        partial(logged, config.log_level, partial(open_replica, config.model, engine, bound_secret)),
         partial(autoscale.load, target=config.target_usage),
         config.token_plane_host,
         port_range(config.token_plane_ports),
         config.drain_timeout_s,
     )
-    return router.bind(engines, served, config.drain_timeout_s)
+    return router.bind(engines, partial(logged, config.log_level, served), config.drain_timeout_s)
 
 
 def _how_many(config: AppConfig) -> dict[str, Any]:

@@ -73,3 +73,30 @@ def test_metric_prefix_names_every_metric() -> None:
     _, api = open_router("stub:1ms", None, options, DispatchOptions(), "0" * 32, "router")
     names = {family.name for family in text_string_to_metric_families(api.services.metrics.render([]).decode())}
     assert len(names) > 30 and all(name.startswith("vllm:") for name in names), names
+
+
+LOGS = """
+import io, logging
+from cluster.build import build_app
+from cluster.config import AppConfig
+names = ("everwarm.access", "router.link", "replica.loop")
+for level in ("debug", "info", "error"):
+    stream = io.StringIO()
+    serves = logging.StreamHandler(stream)
+    serves.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    router = build_app(AppConfig(model="stub:1ms", replicas=1, log_level=level))._bound_deployment
+    logging.getLogger("ray.serve").handlers = [serves]
+    replicas, make_router, *_ = router.init_args
+    make_router("r")
+    replicas._bound_deployment.init_args[0]("e")
+    for name in names:
+        for severity in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(name).log(severity, "said")
+    said = stream.getvalue()
+    print(level, said.count(" said"), "INFO replica.config max_model_len = " in said)
+"""
+
+
+def test_log_level_decides_what_routers_and_replicas_say_in_serves_log() -> None:
+    result = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["debug 9 True", "info 6 True", "error 0 False"], "True: how autos came out"

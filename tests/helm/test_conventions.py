@@ -327,6 +327,17 @@ def test_notes_give_the_first_request() -> None:
         assert text in notes
 
 
+@pytest.mark.parametrize("wanted", ["true", "false"])
+def test_access_log_reaches_every_process(wanted: str) -> None:
+    """A deployment's own logging options, which the application sets, outrank those of all of Serve."""
+    config = serve_config(template("4", "--set", f"serve.accessLog={wanted}"))
+    (application,) = config["applications"]
+    deployments = {entry["name"]: entry["logging_config"] for entry in application["deployments"]}
+    assert deployments.keys() == {"Router", "Replica"}
+    for logging_config in (config["logging_config"], *deployments.values()):
+        assert logging_config == {"encoding": "JSON", "enable_access_log": wanted == "true"}
+
+
 def test_names_are_cut_to_the_operators_limit() -> None:
     long = run("4", "template", "r" * 53, str(CHART), "--kube-version", "1.34")
     names = {d["metadata"]["name"] for d in yaml.safe_load_all(long.stdout) if d and d["kind"] == "RayService"}

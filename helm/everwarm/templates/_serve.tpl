@@ -29,18 +29,28 @@ their groups: unlike node labels they exist in every KubeRay version and are und
 {{- toJson $resources -}}
 {{- end -}}
 
+{{- define "everwarm.logging" -}}
+logging_config:
+  encoding: JSON
+  enable_access_log: {{ .Values.serve.accessLog }}
+{{- end -}}
+
 {{- define "everwarm.serveConfig" -}}
 proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
   port: {{ .Values.serve.port }}
-logging_config:
-  encoding: JSON
-  enable_access_log: {{ .Values.serve.accessLog }}
+{{ include "everwarm.logging" . }}
 applications:
   - name: everwarm
     route_prefix: /
     import_path: cluster:app
     args:
       {{- include "everwarm.appArgs" . | nindent 6 }}
+    # The application turns Serve's access log off in its deployments, which outranks what is said for all of Serve.
+    deployments:
+      {{- range $name := list "Router" "Replica" }}
+      - name: {{ $name }}
+        {{- include "everwarm.logging" $ | nindent 8 }}
+      {{- end }}
 {{- end -}}
