@@ -54,6 +54,8 @@ class ReplicaActor:
         for port in range(first, last + 1):
             try:
                 return await self._server.start(host, port)
+            except TimeoutError:  # the engine's silence, which no other port ends; an OSError too
+                raise
             except OSError as error:
                 if port == last:
                     raise OSError(f"no free port in {first}-{last} on {host}: {error}") from error

@@ -115,6 +115,6 @@ class Backend(Protocol):
         """JSON for ``GET /v1/directory``: replicas, sync state, hottest prefixes. Never prompt text."""
         ...
 
-    async def engines(self) -> list[dict[str, Any]]:
-        """JSON for ``GET /v1/engine``, one object per replica."""
+    async def engines(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+        """JSON for ``GET /v1/engine``, one object per replica; one that doesn't answer in time has an ``error``."""
         ...

@@ -182,11 +182,11 @@ class Dispatcher:
             ],
         }
 
-    async def engines(self) -> list[dict[str, Any]]:
+    async def engines(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         async def ask(link: Link) -> dict[str, Any]:
             known: dict[str, Any] = {"replica": link.name, "state": str(link.state)}
             try:
-                return known | await link.inspect()
+                return known | await link.inspect(timeout_s)
             except (TimeoutError, ConnectionError) as error:
                 return known | {"error": str(error) or "no answer in time"}
 

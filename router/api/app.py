@@ -85,6 +85,7 @@ class Api:
         except Exception as error:
             await self._fail(call, as_api_error(error, call.request_id))
         finally:
+            call.stop_watching()
             found = routes.find(path)
             pattern = found[0] if found else pattern
             method = call.method if call.method in _METHODS else "other"
@@ -141,7 +142,6 @@ class Api:
         try:
             await route.handler(call)
         finally:
-            call.stop_watching()
             services.in_flight -= 1
             services.metrics.in_flight.dec()
 

@@ -28,6 +28,8 @@ class Budget:
     """The field that said so, for messages."""
     limit: int
     """Prompt + answer, tokens."""
+    prompt: str = "prompt"
+    """The field that the prompt comes from, for messages."""
 
     def for_prompt(self, num_prompt: int) -> int:
         """Tokens this prompt's answer may have. Raises a 400 when prompt and answer can't fit."""
@@ -35,7 +37,7 @@ class Budget:
             raise bad_request(
                 f"the prompt has {num_prompt} tokens; with at least one to generate, this model's context of "
                 f"{self.limit} tokens allows at most {self.limit - 1}",
-                param="prompt",
+                param=self.prompt,
                 code="context_length_exceeded",
             )
         rest = self.limit - num_prompt
@@ -168,6 +170,6 @@ def _budget_field(request: GenerationRequest) -> tuple[str, int | None]:
 
 
 def budget(request: GenerationRequest, context: int) -> Budget:
-    """The request's limit on its answers, under the name the client used."""
+    """A conversation's limit on its answers, under the name the client used."""
     name, max_tokens = _budget_field(request)
-    return Budget(max_tokens, name, context)
+    return Budget(max_tokens, name, context, "messages")

@@ -181,7 +181,7 @@ class FakeBackend:
     def directory(self, top: int) -> dict[str, Any]:
         return {"replicas": [], "prefixes": [], "top": top}
 
-    async def engines(self) -> list[dict[str, Any]]:
+    async def engines(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         pages = {"all": 8, "free": 5, "cached": 1, "held": 2}
         load = {"running": 2, "waiting": 1}
         return [

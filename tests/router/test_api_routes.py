@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.api import create_app
 from router.api.options import ApiOptions, narrowed_salt
 from router.backend import DeadlineExceeded, EngineFault, Overloaded, Refused, Unavailable
 from tests.router.http_fakes import FakeBackend, asgi_client, make_card, make_tokenizer, saying
@@ -266,6 +268,11 @@ async def test_an_error_names_value_and_limit() -> None:
         for prompt in ([5] * 512, "x y " * 600, "a" * 40_000):
             error = error_of(await client.post("/v1/completions", json={**TEXT, "prompt": prompt}), 400)
             assert error["code"] == "context_length_exceeded" and "512" in error["message"]
+            assert error["param"] == "prompt"
+        for text in ("x y " * 400, "a" * 40_000):
+            messages = [{"role": "user", "content": text}]
+            error = error_of(await client.post("/v1/chat/completions", json={**CHAT, "messages": messages}), 400)
+            assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
 
 
 async def test_unknown_models_are_404_with_the_names_served() -> None:
@@ -377,6 +384,45 @@ async def test_metrics_count_what_happened() -> None:
     ):
         assert line in text, line
     assert 'replica="lost"' not in text
+
+
+async def test_a_silent_replica_costs_a_scrape_neither_long_nor_the_others_figures() -> None:
+    fake = backend()
+    asked: list[float] = []
+
+    async def engines(timeout_s: float = 5.0) -> list[dict[str, Any]]:
+        asked.append(timeout_s)
+        await asyncio.sleep(0.01)
+        return [{"replica": "well", "load": {"running": 1}}, {"replica": "silent", "error": "no answer in time"}]
+
+    fake.engines = engines  # type: ignore[method-assign]
+    async with asgi_client(fake) as client:
+        assert 'num_requests_running{model_name="tiny",replica="well"} 1.0' in (await client.get("/metrics")).text
+        assert asked[0] < 5.0
+
+
+async def test_no_exchange_leaves_a_listener_behind() -> None:
+    """Some servers never report the end of an exchange to who still listens."""
+    app = create_app(backend(), make_card(TOKENIZER), ApiOptions())
+    bodies = {
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [1]},
+        "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+        "/v1/completions": {**TEXT, "temperature": 9},
+    }
+    for path, body in bodies.items():
+        sent: list[dict[str, Any]] = []
+        waiting = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive(waiting: list[dict[str, Any]] = waiting) -> dict[str, Any]:
+            return waiting.pop() if waiting else await asyncio.Future()
+
+        async def send(message: Any, sent: list[dict[str, Any]] = sent) -> None:
+            sent.append(message)
+
+        await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+        await asyncio.sleep(0.01)
+        assert sent[0]["status"] in (200, 400) and not app.services.watchers, path
 
 
 async def test_tokenize_and_detokenize() -> None:

@@ -150,6 +150,15 @@ async def test_an_end_without_tokens_that_overtakes_the_acceptance_is_the_answer
             assert asyncio.get_running_loop().time() - started < 2.0 and len(engine.submits) == before + 1
 
 
+async def test_one_silent_replica_does_not_keep_the_others_from_being_described() -> None:
+    async with cluster("r1", "r2") as (router, engines):
+        engines["r1"].server._handlers[15] = lambda router, frame: None
+        started = asyncio.get_running_loop().time()
+        first, second = await router.engines(0.2)
+        assert asyncio.get_running_loop().time() - started < 2.0
+        assert first["error"] == "no answer in time" and "can't be sent" in second["error"]
+
+
 async def test_too_many_tokens_and_impossible_ids_are_faults() -> None:
     async with cluster("r1") as (router, engines):
         for ids, text in (([1] * 9, "more than max_tokens = 8"), ([-1], "token ids"), (["x"], "token ids")):
