@@ -29,6 +29,10 @@ async def chat_completions(call: Call) -> None:
     await serve(call, conversation.plan, _Chat(call, request, conversation), "chatcmpl")
 
 
+_REASONING = ("reasoning_content", "reasoning")
+"""Where clients look for it: under DeepSeek's name, which most know, or vLLM's newer one."""
+
+
 def call_id(short: bool = False) -> str:
     """``short``: Mistral's templates want nine letters or digits."""
     return uuid4().hex[:9] if short else f"call_{uuid4().hex[:24]}"
@@ -60,7 +64,7 @@ class _Answer:
         content = "".join(self.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
+            message |= dict.fromkeys(_REASONING, "".join(self.reasoning))
         if self.calls:
             message |= {"content": content or None, "tool_calls": self.calls}
         return message
@@ -74,7 +78,7 @@ def delta_of(events: Iterable[Event], short_ids: bool) -> dict[str, Any]:
         if isinstance(event, Content):
             delta["content"] = delta.get("content", "") + event.text
         elif isinstance(event, Reasoning):
-            delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+            delta |= dict.fromkeys(_REASONING, delta.get(_REASONING[0], "") + event.text)
         elif isinstance(event, CallStart):
             calls[event.index] = {
                 "index": event.index,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -60,6 +62,20 @@ def messages_body(error: ApiError) -> bytes:
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     detail = {"type": "overloaded_error" if error.status == 503 else kind, "message": error.message}
     return json.dumps({"type": "error", "error": detail}, ensure_ascii=False).encode()
+
+
+@contextmanager
+def spoken_as(names: Mapping[str, str]) -> Iterator[None]:
+    """What is refused inside is refused under the client's ``names`` of fields, given by the names used here."""
+    try:
+        yield
+    except ApiError as error:
+        for ours, theirs in names.items():
+            if error.param is not None and (error.param == ours or error.param.startswith(f"{ours}.")):
+                message = re.sub(rf"(?<![\w.]){re.escape(ours)}(?=[:. ])", theirs, error.message)
+                param = theirs + error.param.removeprefix(ours)
+                raise ApiError(error.status, message, param=param, code=error.code, headers=error.headers) from None
+        raise
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:

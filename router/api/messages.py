@@ -10,7 +10,7 @@ from uuid import uuid4
 from router.api.blocks import Block, Blocks, Change
 from router.api.call import Call
 from router.api.conversation import Conversation, Interpreter, prepare, render
-from router.api.errors import ApiError, messages_body
+from router.api.errors import ApiError, messages_body, spoken_as
 from router.api.generation import Answering, Options, chat_request, parse, serve
 from router.api.http import dumps
 from router.api.refused import MESSAGES
@@ -32,26 +32,33 @@ from router.api.schemas.messages import (
 from router.api.tooling import plan_tools
 from router.text.output import Piece
 
+_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens", "reasoning_effort": "thinking"}
+"""Chat's names of fields to this route's."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def messages(call: Call) -> None:
     request = parse(call, await call.read_object(), MessagesRequest, MESSAGES)
-    chat = as_chat(request)
-    conversation = await prepare(call, chat, logprobs=None)
+    with spoken_as(_NAMES):
+        chat = as_chat(request)
+        conversation = await prepare(call, chat, logprobs=None)
     await serve(call, conversation.plan, _Messages(call, chat, conversation), "msg")
 
 
 async def count_tokens(call: Call) -> None:
     request = parse(call, await call.read_object(), CountTokensRequest, MESSAGES)
-    chat, services = as_chat(request), call.services
-    text = render(services, chat, plan_tools(services, chat))
+    services = call.services
+    with spoken_as(_NAMES):
+        chat = as_chat(request)
+        text = render(services, chat, plan_tools(services, chat))
     await call.send_json(200, {"input_tokens": len(await services.encode_prompt(text, bounded=False))})
 
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
     """The same request in chat's terms."""
     body: dict[str, Any] = {"messages": _messages(request), "model": request.model}
+    if isinstance(request.messages[-1], AssistantTurn):  # the answer goes on from its text
+        body["continue_final_message"] = True
     if isinstance(request, MessagesRequest):
         body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "stream")}
         body["stop"] = request.stop_sequences or None

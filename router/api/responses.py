@@ -11,7 +11,7 @@ from router.api.blocks import Block, Blocks, Change
 from router.api.call import Call
 from router.api.chat import call_id
 from router.api.conversation import Conversation, Interpreter, prepare, reasoning_tokens
-from router.api.errors import ApiError, bad_request
+from router.api.errors import ApiError, bad_request, spoken_as
 from router.api.generation import Answering, Options, chat_request, parse, serve
 from router.api.http import dumps
 from router.api.logprobs import Speller, chat_logprobs
@@ -33,17 +33,26 @@ from router.text.output import Piece, TokenRecord
 
 _SAME = ["model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "stream", "priority"]
 _SAME += ["cache_salt", "parallel_tool_calls"]
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Chat's names of fields to this route's."""
 
 
 async def responses(call: Call) -> None:
     request = parse(call, await call.read_object(), ResponsesRequest, RESPONSES)
     if request.request_id is not None:
         call.use_request_id(request.request_id)
-    chat = as_chat(request)
     wanted = LOGPROBS in (request.include or ())
     if request.top_logprobs and not wanted:
         raise bad_request(f'top_logprobs needs include to hold "{LOGPROBS}"', param="top_logprobs")
-    conversation = await prepare(call, chat, logprobs=(request.top_logprobs or 0) if wanted else None)
+    with spoken_as(_NAMES):
+        chat = as_chat(request)
+        conversation = await prepare(call, chat, logprobs=(request.top_logprobs or 0) if wanted else None)
     await serve(call, conversation.plan, _Responses(call, request, chat, conversation), "resp")
 
 
@@ -174,7 +183,8 @@ class _Responses(Answering):
             more: dict[str, Any] = {"logprobs": self._logprobs(change.tokens)} if block.kind == "text" else {}
             return [self._event(f"response.{kind}.delta", **where, content_index=0, delta=change.text, **more)]
         done = change.what == "close"
-        item = self._item(block, "completed" if done else "in_progress", empty=not done)
+        ended = "incomplete" if self._reason == "length" else "completed"  # the reason comes with the last block's end
+        item = self._item(block, ended if done else "in_progress", empty=not done)
         if not done:
             events = [self._event("response.output_item.added", output_index=block.index, item=item)]
             if block.kind != "call":

@@ -122,6 +122,59 @@ async def test_responses_that_are_cut_or_fail() -> None:
     assert events[-1]["response"]["error"]["message"] == "the replica broke"
 
 
+async def test_a_cut_item_is_incomplete_in_the_stream_too() -> None:
+    fake, card = ready(MIXED)
+    body = {"input": "x", "tools": [FLAT_TOOL], "stream": True}
+    for cut, status in ((12, "incomplete"), (999, "completed")):
+        events = await post(fake, card, "/v1/responses", {**body, "max_output_tokens": cut})
+        items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert items == events[-1]["response"]["output"] and items[-1]["status"] == status
+        assert all(item["status"] == "completed" for item in items[:-1])
+
+
+TOO_MANY = 99_999
+RENAMED = [
+    ("/v1/responses", {"input": "x", "max_output_tokens": TOO_MANY}, "max_output_tokens"),
+    ("/v1/responses", {"input": "x " * TOO_MANY}, "input"),
+    ("/v1/responses", {"input": "x" * 12_000, "max_output_tokens": 1}, "input"),
+    (
+        "/v1/responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "odd"}}}},
+        "text.format.schema",
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 9,
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+        },
+        "thinking.budget_tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), RENAMED, ids=range(len(RENAMED)))
+async def test_what_chat_refuses_is_refused_under_the_routes_own_names(path: str, body: Any, name: str) -> None:
+    fake, card = ready("x")
+    error = (await post(fake, card, path, body, 400))["error"]
+    assert error.get("param", name) == name, error
+    assert name in error["message"] or name == "input", error
+    for foreign in ("max_completion_tokens", "response_format", "thinking_token_budget"):
+        assert foreign not in error["message"]
+
+
+async def test_messages_go_on_from_a_last_assistant_turn() -> None:
+    fake, card = ready("hello")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, I"}]
+    await post(fake, card, "/v1/messages", {"messages": turns, "max_tokens": 5})
+    assert prompt_of(fake, card).endswith("<|im_start|>assistant\nSure, I")
+    count = await post(fake, card, "/v1/messages/count_tokens", {"messages": turns})
+    assert count == {"input_tokens": len(fake.jobs[0].prompt)}
+    turns[-1] = {"role": "assistant", "content": []}
+    await post(fake, card, "/v1/messages", {"messages": turns, "max_tokens": 5}, 400)
+
+
 REFUSED_RESPONSES = [
     ("previous_response_id", "resp_1"),
     ("store", True),

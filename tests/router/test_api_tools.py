@@ -52,17 +52,18 @@ async def answer(text: str, body: dict[str, Any], template: str = TOOLS_TEMPLATE
     put = together(chunks[:-1])
     message = whole["message"]
     assert put["content"] == (message["content"] or "")
-    assert put["reasoning_content"] == message.get("reasoning_content", "")
+    assert put["reasoning_content"] == put["reasoning"] == message.get("reasoning_content", "")
     assert [c["function"] for c in put["tool_calls"]] == [c["function"] for c in message.get("tool_calls", [])]
     assert put["finish_reason"] == whole["finish_reason"]
     return whole, put, fake.jobs[0], card.tokenizer
 
 
 def together(chunks: Sequence[Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    out: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
+    out["finish_reason"] = None
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         delta = choice["delta"]
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning_content", "reasoning"):
             out[name] += delta.get(name, "")
         for part in delta.get("tool_calls", []):
             if part["index"] == len(out["tool_calls"]):
@@ -250,12 +251,24 @@ async def test_reasoning_is_split_counted_and_can_be_hidden() -> None:
     text = f"<think>\nIt is in Switzerland.\n</think>\n\nSunny.{CALL}"
     body = {**ASK, "tools": [TOOL]}
     whole, *_ = await answer(text, body)
-    assert whole["message"]["reasoning_content"] == "It is in Switzerland."
+    assert whole["message"]["reasoning_content"] == whole["message"]["reasoning"] == "It is in Switzerland."
     assert whole["message"]["content"] == "Sunny." and len(whole["message"]["tool_calls"]) == 1
     hidden, *_ = await answer(text, {**body, "include_reasoning": False})
-    assert "reasoning_content" not in hidden["message"] and hidden["message"]["content"] == "Sunny."
+    assert (
+        not {"reasoning_content", "reasoning"} & hidden["message"].keys() and hidden["message"]["content"] == "Sunny."
+    )
     raw, *_ = await answer(text, ASK, reasoning_parser="none")
     assert raw["message"]["content"] == text
+
+
+async def test_earlier_reasoning_goes_back_under_either_name() -> None:
+    prompts = []
+    for name in ("reasoning_content", "reasoning"):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "so that"}]
+        template = "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}|{{ m.reasoning }};{% endfor %}"
+        _, _, job, tokenizer = await answer("c", {**ASK, "messages": turns}, template)
+        prompts.append(tokenizer.decode(job.prompt, skip_special_tokens=False))
+    assert prompts == ["a||;b|so that|;"] * 2
 
 
 async def test_reasoning_opened_by_the_prompt() -> None:

@@ -103,6 +103,7 @@ class ChatMessage(Answer):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 

@@ -48,6 +48,8 @@ class AssistantMessage(Request):
     content: Content | None = None
     """May be left out only beside tool_calls."""
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name of ``reasoning_content``, which counts where both are given."""
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     name: Name | None = None
@@ -56,6 +58,9 @@ class AssistantMessage(Request):
     def _says_something(self) -> AssistantMessage:
         if self.content is None and not self.tool_calls:
             raise ValueError("an assistant message needs content or tool_calls")
+        if self.reasoning_content is None:  # the name that chat templates know
+            self.reasoning_content = self.reasoning
+        self.reasoning = None
         return self
 
 
@@ -96,6 +101,6 @@ class ChatRequest(GenerationRequest):
     thinking_token_budget: Annotated[Int, Field(ge=1, lt=1 << 31)] | None = None
     """Longest reasoning, tokens; then the answer begins. For models that reason."""
     include_reasoning: bool | None = None
-    """false: leave reasoning_content out of the answer. It is generated and counted all the same."""
+    """false: leave the reasoning out of the answer. It is generated and counted all the same."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own to the rendered template. Default false: templates bring theirs."""
