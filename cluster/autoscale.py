@@ -28,7 +28,7 @@ def load(info: Mapping[str, Any], target: float) -> float:
     prefill_ms_per_token = work["coefficients"][0]
     busy = (
         pages["held"] / max(1, pages["all"]),
-        (work["running"] + work["waiting"]) / info["config"]["max_batch_size"],
+        info["requests"] / info["config"]["max_batch_size"],
         work["queued_uncached_tokens"] * prefill_ms_per_token / 1e3 / QUEUE_S,
     )
     return max(busy) / target

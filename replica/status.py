@@ -87,6 +87,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "held_tokens": sum(request.num_computed for request in scheduler.running),
             "host": engine.host.counts() if engine.host else None,
         },
+        "requests": len(engine._live),
         "load": asdict(load_of(scheduler, engine.step_time.coefficients)),
         "steps": {
             "count": engine.num_steps,

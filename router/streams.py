@@ -218,11 +218,16 @@ class Streams:
         try:
             if not link.submit(request, frame, attempt):
                 raise ConnectionError("no connection")
-            refusal = await asyncio.wait_for(attempt.answer, self.options.accept_timeout_s)
+            left_s = self.options.accept_timeout_s if remaining_ms is None else remaining_ms / 1e3
+            refusal = await asyncio.wait_for(attempt.answer, min(left_s, self.options.accept_timeout_s))
         except ConnectionError as error:
             ticket.deaths += 1
             refusal = Refusal(Code.DRAINING, f"the replica was lost: {error}")
         except TimeoutError:
+            if ticket.deadline is not None and self._now() >= ticket.deadline:
+                self._abandon(attempt)
+                self._live[ticket] = None
+                raise DeadlineExceeded("the request's deadline passed before a replica answered") from None
             refusal = Refusal(Code.OVERLOADED, f"no answer within {self.options.accept_timeout_s} s")
         except asyncio.CancelledError:
             self._abandon(attempt)

@@ -18,14 +18,10 @@ from cluster.config import AppConfig
 GROW = Path(__file__).with_name("grow_and_shrink.py")
 
 
-def info(*, held: int = 0, running: int = 0, waiting: int = 0, queued: int = 0, a: float = 0.5) -> dict:
+def info(*, held: int = 0, requests: int = 0, queued: int = 0, a: float = 0.5) -> dict:
     return {
-        "load": {
-            "running": running,
-            "waiting": waiting,
-            "queued_uncached_tokens": queued,
-            "coefficients": [a, 0.0, 2.0, 0.0, 0.1],
-        },
+        "requests": requests,
+        "load": {"queued_uncached_tokens": queued, "coefficients": [a, 0.0, 2.0, 0.0, 0.1]},
         "pages": {"held": held, "all": 1000},
         "config": {"max_batch_size": 64},
     }
@@ -36,7 +32,7 @@ def info(*, held: int = 0, running: int = 0, waiting: int = 0, queued: int = 0, 
     [
         (info(), 0.0),
         (info(held=700), 1.0),
-        (info(held=350, running=32, waiting=16), 0.75 / 0.7),
+        (info(held=350, requests=48), 0.75 / 0.7),
         (info(queued=4000), 2.0 / 0.7),
         (info(queued=4000, a=0.0), 0.0),
     ],

@@ -61,5 +61,5 @@ def test_options_are_refused_before_anything_starts() -> None:
     for port in (0, -1, 70_000):
         with pytest.raises(Unusable, match=f"port {port} is none; 1 to 65535"):
             Launch([], port=port)
-    with pytest.raises(Unusable, match="scheduler: .*'static'; got 'fifo'\nreplicas: .*integer.*; got 'x'"):
+    with pytest.raises(Unusable, match=r"scheduler: .*'static'; got 'fifo'\nreplicas: .*integer.*; got 'x'"):
         Launch(["replicas=x", "scheduler=fifo"], port=free_ports(1)[0])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine_harness import VOCAB, Harness
 
+from cluster import autoscale
 from replica import status
 from replica.batch import OwnFault
 from replica.stub import expected_ids
@@ -339,6 +340,16 @@ def test_info_is_json_and_counts() -> None:
     assert info["pages"]["free"] + info["pages"]["cached"] + info["pages"]["held"] == info["pages"]["all"]
     assert info["config"]["chunk_size"] == 64 and "max_batch_size" in info["config"]["reasons"]
     assert info["steps"]["count"] == len(harness.batches) and info["steps"]["p99_ms"] >= info["steps"]["p50_ms"]
+
+
+def test_a_request_counts_once_for_autoscaling_while_it_is_prefilled() -> None:
+    harness = Harness(chunk_size=32, max_batch_size=4)
+    for seed in range(6):
+        harness.submit(prompt_of(100, seed=seed), max_tokens=10)
+    harness.step(2)
+    info = harness.engine.info()
+    assert info["load"]["running"] + info["load"]["waiting"] > 6, "those in the batch without a first token are both"
+    assert info["requests"] == 6 and autoscale.load(info, 1.0) == 6 / 4
 
 
 def test_a_broken_device_shows_in_health() -> None:

@@ -217,6 +217,15 @@ async def test_no_answer_within_the_limit_counts_as_overload() -> None:
         assert not len(router.streams)
 
 
+async def test_a_deadline_passes_while_a_replica_has_not_answered() -> None:
+    async with cluster("r1") as (router, engines):
+        engines["r1"].server._handlers[10] = lambda router, frame: None
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded, match="before a replica answered"):
+            await router.admit(Job("d", PROMPT, Sampling(max_tokens=5), deadline_s=0.3))
+        assert asyncio.get_running_loop().time() - started < 2.0 and not len(router.streams)
+
+
 async def test_engine_restart_behind_an_open_connection_resumes_its_streams() -> None:
     async with cluster("r1") as (router, engines):
         engine = engines["r1"]
