@@ -35,8 +35,8 @@ class StreamsOptions:
 
     ``admit_wait_s``: a new request waits so long for a replica when none is there. ``resume_wait_s``: a stream that
     lost its replica waits so long for another before it ends with an error. ``max_ttft_s``: a first token predicted
-    later than this is refused as overloaded. ``max_deaths``: replicas lost in a row with fewer than
-    ``progress_tokens`` tokens in between, after which the request itself is suspected. ``retry_ratio`` and
+    later than this is refused as overloaded. ``max_deaths``: so many replicas may be lost in a row with fewer than
+    ``progress_tokens`` tokens in between; one more, and the request itself is suspected. ``retry_ratio`` and
     ``retry_floor``: see :class:`router.retry_budget.RetryBudget`.
     """
 
