@@ -156,6 +156,7 @@ def open_replica(model: str | None, config: EngineConfig, bound_secret: str, nam
         "page_size": resolved.page_size,
         "chunk_size": resolved.busy_chunk_size,
         "host_page_us": resolved.host_page_us,
+        "prefix_caching": int(resolved.prefix_caching),
     }
     server = TokenServer(token_plane_secret(bound_secret), replica_id=name, root=root, limits=limits)
     engine = Engine(

@@ -86,7 +86,8 @@ def _encode_deltas(deltas: dict[_Router, list[list[Any]]], to: dict[_Router, lis
 
 
 class TokenServer:
-    """``limits``: ints told to every router (max_model_len, max_batch_size, num_pages, page_size, chunk_size)."""
+    """``limits``: ints told to every router (max_model_len, max_batch_size, num_pages, page_size, chunk_size,
+    host_page_us, prefix_caching)."""
 
     def __init__(
         self,

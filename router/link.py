@@ -271,6 +271,7 @@ class Link:
         self.replica.page_size = peer.root.page_size
         self.replica.chunk = max(1, peer.limits.get("chunk_size", self.replica.chunk))
         self.replica.host_page_ms = peer.limits.get("host_page_us", 50) / 1e3
+        self.replica.caches = bool(peer.limits.get("prefix_caching", 1))
         self.state, self.reason = LinkState.OPEN, ""
         self.replica.accepting = not self._leaving
         self.replica.suspicious = False

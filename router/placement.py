@@ -54,6 +54,8 @@ class ReplicaState:
     chunk: int = 512
     host_page_ms: float = 0.05
     """Time that it takes to bring one page from its host memory to its device."""
+    caches: bool = True
+    """It keeps pages for later requests, so those under way there are worth waiting for."""
     accepting: bool = False
     retiring: bool = False
     suspicious: bool = False
@@ -212,7 +214,7 @@ class Placement:
         state = self.replicas[decision.replica]
         state.own[request] = (now, decision.ttft_ms)
         state.backlog.push(request, decision.prefill_ms, now)
-        if (slot := state.slot) is not None:
+        if (slot := state.slot) is not None and state.caches:
             # from what is really there, not from what others have pending: they may be cancelled, and this one not
             held = depth_of(self.directory.resident(keys, slot.bit), slot.bit)
             self.directory.pending.reserve(slot.bit, request, keys[held:])

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from math import inf
 
 from router.backend import BackendError, DeadlineExceeded, EngineFault, Job, Overloaded, Refused, Unavailable
 from router.hot_prefixes import HotPrefixes
@@ -209,7 +210,8 @@ class Streams:
         request = f"{ticket.work.job.request_id[:64]}~{self._tag}{next(self._ids):x}"
         attempt = Attempt(self, ticket, link, request)
         now = self._now()
-        remaining_ms = None if ticket.deadline is None else max(1, int((ticket.deadline - now) * 1e3))
+        left_s = inf if ticket.deadline is None else ticket.deadline - now
+        remaining_ms = None if ticket.deadline is None else max(1, int(left_s * 1e3))
         frame = ticket.work.submit(request, remaining_ms).to_frame()
         self._placement.commit(decision, request, ticket.work.keys, now)
         self._note(ticket.work, decision)
@@ -218,15 +220,12 @@ class Streams:
         try:
             if not link.submit(request, frame, attempt):
                 raise ConnectionError("no connection")
-            left_s = self.options.accept_timeout_s if remaining_ms is None else remaining_ms / 1e3
             refusal = await asyncio.wait_for(attempt.answer, min(left_s, self.options.accept_timeout_s))
         except ConnectionError as error:
             ticket.deaths += 1
             refusal = Refusal(Code.DRAINING, f"the replica was lost: {error}")
         except TimeoutError:
-            if ticket.deadline is not None and self._now() >= ticket.deadline:
-                self._abandon(attempt)
-                self._live[ticket] = None
+            if left_s < self.options.accept_timeout_s:  # the ticket ends, and the attempt with it
                 raise DeadlineExceeded("the request's deadline passed before a replica answered") from None
             refusal = Refusal(Code.OVERLOADED, f"no answer within {self.options.accept_timeout_s} s")
         except asyncio.CancelledError:

@@ -100,6 +100,22 @@ async def read(ticket) -> tuple[list[int], str | None]:
     return ids, finish
 
 
+@pytest.mark.parametrize("caching", [1, 0])
+async def test_pages_under_way_count_only_where_they_are_kept(caching: int) -> None:
+    engine = Scripted("r1")
+    engine.server._limits["prefix_caching"] = caching
+    router = await start_router(await engine.start())
+    try:
+        await until(lambda: router.ready())
+        for name in ("a", "b"):
+            await router.admit(job(name, PROMPT))
+        assert router.counters["matched_tokens"] == 32 * caching
+        router.check_invariants()
+    finally:
+        await router.close()
+        await engine.server.close()
+
+
 async def test_abort_by_the_replica_goes_on_elsewhere_with_the_same_prompt_boundary() -> None:
     async with cluster("r1", "r2") as (router, engines):
         ticket = await router.admit(Job("a", PROMPT, Sampling(max_tokens=5, prompt_logprobs=0), deadline_s=60.0))
