@@ -104,6 +104,8 @@ def plan(load: Workload) -> list[tuple[str, dict[str, Any]]]:
                 label = "baseline" if count == 0 else f"+ {names[count - 1]}"
                 out.append((label, _without(names[count:], load)))
         elif part == "alone":
+            if not out:  # else the ladder's last row is it
+                out.append(("everything on", {}))
             out += [(f"without {name}", _without([name], load)) for name in names]
         else:
             raise ValueError(f"rows: {part!r}; allowed are 'ladder', 'alone' and, on a GPU, 'prefill'")

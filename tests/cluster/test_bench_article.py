@@ -21,9 +21,10 @@ def test_rows_turn_one_switch_at_a_time() -> None:
     sizes = [len(options) for _, options in ladder]
     assert sizes == sorted(sizes, reverse=True) and ladder[0][1]["kv_cache_paging"] is False
     alone = dict(plan(replace(TINY, rows="alone")))
+    assert alone.pop("everything on") == {} and "everything on" not in dict(plan(replace(TINY, rows="ladder,alone")))
     assert alone["without continuous"] == {"scheduler": "static"}
     assert alone["without paging"] == {"kv_cache_paging": False, "prefix_caching": False}
-    on_a_gpu = dict(plan(replace(TINY, rows="alone", device="cuda")))
+    on_a_gpu = dict(plan(replace(TINY, rows="alone", device="cuda"))[1:])
     assert set(on_a_gpu) - set(alone) == {"without fused"} and len(on_a_gpu) == len(SWITCHES)
     steps_up = [name for name, _ in plan(replace(TINY, rows="ladder,prefill", device="cuda"))]
     assert steps_up[:4] == ["baseline", "+ paging", "+ continuous", "+ fused"], "prefill has no row of its own"
