@@ -13,9 +13,12 @@ JOBS   ?= 2
 serve: $(VENV)/.installed
 	@exec $(BIN)/everwarm serve $(ARGS)
 
-# JOBS workers; what needs the machine to itself comes last, in one of them (tests/conftest.py).
+# Files are spread over JOBS workers; then come, one by one, the tests that need the machine to themselves. ARGS may
+# select tests of one kind only: 5 is pytest's status for none.
 test: lint
-	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder \
+	  -m 'not (slow or ray or alone)' $(ARGS); most=$$?; \
+	$(BIN)/python -m pytest -m '(ray or alone) and not slow' $(ARGS); case $$most$$? in 00|05|50) ;; *) exit 1 ;; esac
 
 # Every client's first-page example; the heavy ones live in an environment of their own.
 test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed

@@ -28,15 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files are spread over the workers of pytest-xdist, where there are several. What needs the machine to itself
-    comes last, in one of them: Ray, whose idle processes would slow others down, and bounds in seconds."""
-    items.sort(key=_alone)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("alone" if _alone(item) else item.path.name))
-
-
-def _alone(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) is not None for name in ("ray", "alone"))
+    """Ray comes last: up during other tests, its idle processes would slow them down."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -131,7 +131,7 @@ def test_install_steps(tmp_path: Path) -> None:
             ran += 1
     assert ran == 3
     where = subprocess.run(
-        [venv / "bin" / "python", "-c", "import cluster; print(cluster.__file__)"],
+        [venv / "bin" / "python", "-I", "-c", "import cluster; print(cluster.__file__)"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert where.stdout.startswith(str(venv)), where.stdout + where.stderr
