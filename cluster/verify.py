@@ -113,7 +113,7 @@ class Bench:
             llm.engine.check_invariants()
 
     def _runner(self, config: ResolvedConfig) -> ModelRunner:
-        key = (config.kv_cache_dtype, getattr(config, "quantization", "none"))
+        key = (config.kv_cache_dtype, config.quantization, config.cpu_kernels)
         if key not in self._loaded:
             self._loaded.clear()
             ops = choose_ops(self.model, config)

@@ -46,6 +46,8 @@ def plan_for(model: ModelFacts, device: str) -> Plan:
         "async_scheduling": (True, False),
     }
     left_out: dict[str, str] = {}
+    if device == "cpu":  # first, since each kind has weights of its own
+        axes = {"cpu_kernels": ("auto", "torch"), **axes}
     if ways := list(allowed("speculative")):
         if model.num_layers < 2 and "draft" in ways:
             ways.remove("draft")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kernels.blocks import Blocks
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
 from kernels.reference import TorchOps
 
@@ -46,6 +47,8 @@ class Site:
     """Results must not depend on the batch: only candidates that promise this may run."""
     quantization: str = "none"
     """What the products' weights become: none or w8a8."""
+    cpu_kernels: str = "auto"
+    """auto, native or torch."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,29 @@ def _triton_candidate() -> Candidate:
     return Candidate("triton", True, make, decline)
 
 
+def _native_candidate() -> Candidate:
+    def make(site: Site) -> Any:
+        from kernels.native_ops import NativeOps
+
+        return NativeOps(site.device, site.dtype)
+
+    def decline(operation: str, site: Site) -> str | None:
+        from kernels import native
+        from kernels.native_ops import declines
+
+        if site.device.type != "cpu" or site.dtype != torch.float32:
+            return "native kernels are written for a CPU and float32"
+        if site.cpu_kernels == "torch":
+            return "cpu_kernels is torch"
+        if isinstance(found := native.library(), native.Unavailable):
+            return str(found)
+        if operation == "attention":
+            return declines(site.num_heads, site.num_kv_heads, site.head_dim, site.kv_dtype)
+        return None
+
+    return Candidate("native", False, make, decline)
+
+
 def _int8_candidate() -> Candidate:
     def make(site: Site) -> Any:
         from kernels.quantized import ROLES, Int8Ops
@@ -103,10 +129,17 @@ def _int8_candidate() -> Candidate:
     return Candidate("w8a8", False, make, decline)
 
 
+def _check_native(site: Site) -> None:
+    """Raises ValueError where native kernels were asked for by name and can't be had."""
+    if site.cpu_kernels == "native" and (why := _native_candidate().decline("norm_linear", site)) is not None:
+        raise ValueError(f"cpu_kernels: 'native' can't be honoured here: {why}")
+
+
 def default_candidates(quantization: str = "none") -> tuple[Candidate, ...]:
     """In order of preference; the last accepts everything. Quantized products first where they are asked for: nobody
     else can read their weights."""
-    return ((_int8_candidate(),) if quantization != "none" else ()) + (_triton_candidate(), _torch_candidate())
+    first = (_int8_candidate(),) if quantization != "none" else ()
+    return (*first, _triton_candidate(), _native_candidate(), _torch_candidate())
 
 
 class Dispatch:
@@ -117,6 +150,7 @@ class Dispatch:
     ) -> None:
         """``switches``: fused_* -> "auto", "true" or "false". Raises ValueError for an unknown switch or value, and
         for "true" where no fused implementation can run."""
+        _check_native(site)
         candidates = default_candidates(site.quantization) if candidates is None else candidates
         switches = dict(switches or {})
         for name, value in switches.items():
@@ -175,9 +209,14 @@ class Dispatch:
         """Of weights that an implementation keeps itself, in its own format."""
         return sum(getattr(ops, "quantized_bytes", 0) for ops in self._made.values())
 
-    def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head."""
-        prepare = getattr(self._chosen[_READER[role]][0], "prepare", None)
+    def prepare(self, role: str, weight: torch.Tensor, blocks: Blocks | None = None) -> torch.Tensor:
+        """``weight`` as the implementation that will read it wants it. role: qkv, o, gate_up, down or head. ``blocks``:
+        what the weight was decoded from, for those that can read it."""
+        reader = self._chosen[_READER[role]][0]
+        if blocks is not None and (prepare := getattr(reader, "prepare_blocks", None)) is not None:
+            ready: torch.Tensor = prepare(role, weight, blocks)
+            return ready
+        prepare = getattr(reader, "prepare", None)
         return weight if prepare is None else prepare(role, weight)
 
     def choices(self) -> dict[str, str]:

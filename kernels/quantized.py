@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kernels.interface import Stream
 from kernels.reference import TorchOps
@@ -102,7 +101,7 @@ class Int8Ops(TorchOps):
         super().__init__(device, torch.float32)
         self._roles = roles
         self._packs = packs()
-        self._linears: dict[int, Int8Linear] = {}
+        self._linears: dict[torch.Tensor, Int8Linear] = {}
 
     def prepare(self, role: str, weight: torch.Tensor) -> torch.Tensor:
         """A quantized weight's scales [out], by which this implementation finds the rest."""
@@ -110,13 +109,13 @@ class Int8Ops(TorchOps):
             return super().prepare(role, weight)
         factor = weight.shape[1] ** 0.5 if role in _NORMED else 1.0
         linear = Int8Linear.of(weight, factor=factor, pack=self._packs)
-        self._linears[linear.scales.data_ptr()] = linear
+        self._linears[linear.scales] = linear
         return linear.scales
 
     def norm_linear(
         self, x: Stream, norm: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        linear = self._linears.get(weight.data_ptr())
+        linear = self._linears.get(weight)
         if linear is None:
             return super().norm_linear(x, norm, eps, weight, bias)
         codes, scales = _quantize_normed(x, norm, eps)
@@ -124,24 +123,23 @@ class Int8Ops(TorchOps):
         return out.mul_(scales) if bias is None else torch.addcmul(bias, out, scales)
 
     def linear_add(self, x: torch.Tensor, weight: torch.Tensor, residual: Stream, next_norm: torch.Tensor) -> Stream:
-        linear = self._linears.get(weight.data_ptr())
+        linear = self._linears.get(weight)
         if linear is None:
             return super().linear_add(x, weight, residual, next_norm)
         codes, scales = quantize_rows(x)
         return Stream(torch.addcmul(residual.h, linear(codes), scales))
 
     def norm_mlp(self, x: Stream, norm: torch.Tensor, eps: float, gate_up: torch.Tensor) -> torch.Tensor:
-        linear = self._linears.get(gate_up.data_ptr())
+        linear = self._linears.get(gate_up)
         if linear is None:
             return super().norm_mlp(x, norm, eps, gate_up)
         codes, scales = _quantize_normed(x, norm, eps)
-        gate, up = linear(codes).mul_(scales).chunk(2, dim=-1)
-        return F.silu(gate, inplace=True).mul_(up)
+        return self._gated(linear(codes).mul_(scales))
 
     def norm_logits(
         self, x: Stream, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, head: torch.Tensor
     ) -> torch.Tensor:
-        linear = self._linears.get(head.data_ptr())
+        linear = self._linears.get(head)
         if linear is None:
             return super().norm_logits(x, rows, norm, eps, head)
         if rows is not None:

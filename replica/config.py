@@ -111,6 +111,9 @@ class EngineConfig(BaseModel):
     speculative_layers: Annotated[int, Field(ge=1)] | None = None
     """draft: so many first layers of the served model draft for it."""
 
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto"
+    """On a CPU in float32. native: kernels in C, compiled when the replica starts; auto: those where there is a C
+    compiler; torch: none of them."""
     fused_rmsnorm: Switch = "auto"
     fused_qkv: Switch = "auto"
     fused_silu: Switch = "auto"
@@ -205,6 +208,7 @@ class ResolvedConfig:
     speculative_ngram_max: int
     speculative_model: str | None
     speculative_layers: int | None
+    cpu_kernels: Literal["auto", "native", "torch"]
     fused_rmsnorm: str
     fused_qkv: str
     fused_silu: str
@@ -232,7 +236,8 @@ _PASSED_ON = (
     "quantization", "kv_cache_paging", "page_size", "host_cache_gb", "canary", "scheduler", "max_prefill_batch",
     "prefill_priority", "chunked_prefill", "ageing_s", "max_waiting", "async_scheduling", "watermark", "speculative",
     "speculative_tokens", "speculative_ngram_min", "speculative_ngram_max", "speculative_model", "speculative_layers",
-    "fused_rmsnorm", "fused_qkv", "fused_silu", "fused_attention", "fused_precision", "deterministic", "log_level",
+    "cpu_kernels", "fused_rmsnorm", "fused_qkv", "fused_silu", "fused_attention", "fused_precision", "deterministic",
+    "log_level",
 )  # fmt: skip
 
 
@@ -255,6 +260,8 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None 
     pick("dtype", "bfloat16" if cuda else "float32", f"the default on {device.kind}")
     if config.quantization == "w8a8" and (cuda or out["dtype"] != "float32"):
         raise ValueError(f"quantization: w8a8 runs on a CPU in float32, not on {device.kind} in {out['dtype']}")
+    if config.cpu_kernels == "native" and (cuda or out["dtype"] != "float32"):
+        raise ValueError(f"cpu_kernels: native runs on a CPU in float32, not on {device.kind} in {out['dtype']}")
     out["kv_cache_dtype"] = out["dtype"] if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     pick("threads", device.cores if device.alone else 1, "all cores" if device.alone else "replicas share the cores")
     _resolve_memory(config, model, device, out, why)

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, tensor directory, and dequantization to float32. numpy only.
+"""GGUF files: metadata, tensor directory, and dequantization to float32.
 
 Layout (little-endian): magic, version, counts, metadata pairs, tensor directory, padding to ``general.alignment``,
 tensor data. Block formats are those of ggml: 32 weights share an fp16 scale ``d`` (and an fp16 minimum ``m``), and a
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kernels.blocks import Blocks
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -74,21 +76,51 @@ def _bf16(raw: np.ndarray) -> np.ndarray:
     return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
+def _codes(qs: np.ndarray) -> np.ndarray:
+    """[blocks, 16] bytes -> [blocks, 32] uint8 in 0..15."""
+    return np.concatenate((qs & 15, qs >> 4), 1)
+
+
+def _half(raw: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(raw).view(np.float16)
+
+
+def _split_q4_0(raw: np.ndarray) -> _Split:
+    blocks = raw.reshape(-1, 18)
+    scale = _half(blocks[:, :2])
+    return 4, _codes(blocks[:, 2:]), scale, scale * np.float16(-8)
+
+
+def _split_q4_1(raw: np.ndarray) -> _Split:
+    blocks = raw.reshape(-1, 20)
+    return 4, _codes(blocks[:, 4:]), _half(blocks[:, :2]), _half(blocks[:, 2:4])
+
+
+def _split_q8_0(raw: np.ndarray) -> _Split:
+    blocks = raw.reshape(-1, 34)
+    return 8, np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks[:, :2]), None
+
+
+_Split = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
+"""bits, codes [blocks, 32], scale and least [blocks, 1]: the numbers of the blocks, not multiplied out."""
+
+
 @dataclass(frozen=True)
 class _Format:
     weights: int
     """Per block."""
     bytes: int
     decode: Callable[[np.ndarray], np.ndarray]
+    split: Callable[[np.ndarray], _Split] | None = None
 
 
 _FORMATS = {
     "F32": _Format(1, 4, lambda raw: raw.view("<f4").astype(np.float32)),
     "F16": _Format(1, 2, _f16),
     "BF16": _Format(1, 2, _bf16),
-    "Q4_0": _Format(32, 18, _q4_0),
-    "Q4_1": _Format(32, 20, _q4_1),
-    "Q8_0": _Format(32, 34, _q8_0),
+    "Q4_0": _Format(32, 18, _q4_0, _split_q4_0),
+    "Q4_1": _Format(32, 20, _q4_1, _split_q4_1),
+    "Q8_0": _Format(32, 34, _q8_0, _split_q8_0),
 }
 SUPPORTED = tuple(_FORMATS)
 
@@ -121,6 +153,21 @@ class GGUFFile:
 
         Raises KeyError for an unknown name, GGUFError for a type other than SUPPORTED or data beyond the file's end.
         """
+        info, form, raw = self._raw(name)
+        return form.decode(raw).reshape(info.shape)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The codes and scales of a matrix of 4- or 8-bit blocks; None for another kind. Raises as ``load``."""
+        info, form, raw = self._raw(name)
+        if form.split is None or len(info.shape) != 2:
+            return None
+        out, wide = info.shape
+        bits, codes, scale, least = form.split(raw)
+        return Blocks(
+            bits, codes.reshape(out, wide), scale.reshape(out, -1), None if least is None else least.reshape(out, -1)
+        )
+
+    def _raw(self, name: str) -> tuple[TensorInfo, _Format, np.ndarray]:
         info = self.tensors[name]
         form = _FORMATS.get(info.type)
         if form is None:
@@ -135,7 +182,7 @@ class GGUFFile:
         raw = self._data[info.offset : info.offset + size]
         if len(raw) != size:
             raise GGUFError(f"{self.path.name}: the file ends inside tensor {name!r}")
-        return form.decode(raw).reshape(info.shape)
+        return info, form, raw
 
 
 class _Cursor:

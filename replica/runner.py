@@ -51,6 +51,7 @@ def choose_ops(model: ModelConfig, config: ResolvedConfig) -> Dispatch:
         vocab_size=model.vocab_size,
         deterministic=config.deterministic,
         quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
     )
     return Dispatch(site, {name: getattr(config, name) for name in SWITCHES})
 

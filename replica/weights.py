@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kernels.blocks import Blocks
 from replica import gguf
 from replica.model import Family, LayerWeights, ModelConfig, Weights, random_model
 from replica.rope import RopeConfig, from_transformers
@@ -20,7 +21,8 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-Prepare = Callable[[str, torch.Tensor], torch.Tensor]
+Prepare = Callable[[str, torch.Tensor, Blocks | None], torch.Tensor]
+"""Role, weight, and the blocks it was decoded from where the file holds such."""
 GGUF_ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
@@ -31,10 +33,18 @@ class CheckpointError(ValueError):
 class Source:
     """Named tensors of a checkpoint; keeps count of which were asked for."""
 
-    def __init__(self, where: str, names: set[str], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        where: str,
+        names: set[str],
+        read: Callable[[str], torch.Tensor],
+        blocks: Callable[[str], Blocks | None] = lambda name: None,
+    ) -> None:
         self._where = where
         self._names = names
         self._read = read
+        self.blocks = blocks
+        """The quantized blocks of a tensor that was taken, None where it has none."""
         self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -89,7 +99,7 @@ def load(
         return config, random_model(config, seed, dtype, device)
     with _gguf_source(gguf.open(path), config) if is_gguf(path) else _safetensors_source(Path(path)) as source:
         names = _GGUF_NAMES if is_gguf(path) else _HF_NAMES
-        weights = _assemble(source, config, names, dtype, device, prepare or (lambda role, weight: weight))
+        weights = _assemble(source, config, names, dtype, device, prepare or (lambda role, weight, blocks: weight))
     weights.prepared = prepare is not None
     return config, weights
 
@@ -149,15 +159,19 @@ def _assemble(
             at += size
         return out
 
+    def product(role: str, parts: list[tuple[str, int]], wide: int) -> torch.Tensor:
+        weight = stacked(parts, wide)
+        return prepare(role, weight, Blocks.stack([source.blocks(name) for name, _ in parts]))
+
     def layer(prefix: str) -> LayerWeights:
         heads = [("q", q), ("k", kv), ("v", kv)]
         return LayerWeights(
             input_norm=whole(prefix + names["input_norm"], c.hidden_size),
-            qkv=prepare("qkv", stacked([(f"{prefix}{names[n]}.weight", size) for n, size in heads], c.hidden_size)),
-            o=prepare("o", whole(prefix + names["o"], c.hidden_size, q)),
+            qkv=product("qkv", [(f"{prefix}{names[n]}.weight", size) for n, size in heads], c.hidden_size),
+            o=product("o", [(prefix + names["o"], c.hidden_size)], q),
             post_norm=whole(prefix + names["post_norm"], c.hidden_size),
-            gate_up=prepare("gate_up", stacked([(prefix + names[n], inner) for n in ("gate", "up")], c.hidden_size)),
-            down=prepare("down", whole(prefix + names["down"], c.hidden_size, inner)),
+            gate_up=product("gate_up", [(prefix + names[n], inner) for n in ("gate", "up")], c.hidden_size),
+            down=product("down", [(prefix + names["down"], c.hidden_size)], inner),
             qkv_bias=stacked([(f"{prefix}{names[n]}.bias", size) for n, size in heads]) if c.qkv_bias else None,
             q_norm=whole(prefix + names["q_norm"], c.head_dim) if c.qk_norm else None,
             k_norm=whole(prefix + names["k_norm"], c.head_dim) if c.qk_norm else None,
@@ -169,7 +183,8 @@ def _assemble(
     head = embed if c.tied_embeddings else whole(names["head"], c.vocab_size, c.hidden_size)
     tied_copy = {names["head"]} if c.tied_embeddings else set()
     source.finish(lambda name: name in tied_copy or name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight")
-    return Weights(embed, layers, norm, prepare("head", head))
+    head_blocks = source.blocks(names["embed" if c.tied_embeddings else "head"])
+    return Weights(embed, layers, norm, prepare("head", head, head_blocks))
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
@@ -239,10 +254,20 @@ def _gguf_source(file: gguf.GGUFFile, config: ModelConfig) -> Iterator[Source]:
 
     def read(name: str) -> torch.Tensor:
         tensor = torch.from_numpy(file.load(name))
-        heads = interleaved.get(name.split(".")[-2]) if "." in name else None
+        heads = heads_of(name)
         return tensor if heads is None else _rotate_half_order(tensor, heads)
 
-    yield Source(file.path.name, set(file.tensors), read)
+    def heads_of(name: str) -> int | None:
+        return interleaved.get(name.split(".")[-2]) if "." in name else None
+
+    def blocks(name: str) -> Blocks | None:
+        found, heads = file.blocks(name), heads_of(name)
+        if found is None or heads is None:
+            return found
+        order = _rotate_half_order(torch.arange(len(found.codes)), heads)
+        return found.select(order.numpy())
+
+    yield Source(file.path.name, set(file.tensors), read, blocks)
 
 
 def _rotate_half_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""``native.c``, compiled for this machine when it is first asked for.
+
+The compiler is GCC, whose OpenMP is the one in torch's CPU wheels, so that both share one team of threads. The library
+is built into a temporary directory (five seconds of one core), so it always fits the processor and the source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+WIDE, NARROW = ("-O3",), ("-O2", "-fpeel-loops")
+"""With 16-float registers, and without: spreading vectors over narrower ones takes GCC 12 minutes at -O3."""
+COMPILER = "gcc"
+_LONG, _FLOAT, _INT, _AT = ctypes.c_long, ctypes.c_float, ctypes.c_int, ctypes.c_void_p
+_SIGNATURES = {
+    "ew_product": (_AT, _LONG, _LONG, _LONG, _AT, _FLOAT, _INT, _AT, _AT, _AT, _AT, _AT, _INT, _AT, _AT),
+    "ew_norm": (_AT, _AT, _FLOAT, _LONG, _LONG, _AT),
+    "ew_gate": (_AT, _LONG, _LONG, _AT),
+    "ew_place": (_AT, _LONG, _LONG, _LONG, _LONG, _AT, _AT, _FLOAT, _AT, _AT, _AT, _AT, _AT, _LONG),
+    "ew_attend": (
+        _AT, _LONG, _LONG, _LONG, _AT, _AT, _LONG, _LONG, _LONG, _AT, _AT, _AT, _LONG, _FLOAT, _AT, _AT
+    ),
+}  # fmt: skip
+
+
+class Unavailable(RuntimeError):
+    """The library can't be had here; the message says why."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | Unavailable:
+    """Built once per process; the same answer from then on."""
+    try:
+        return build()
+    except Unavailable as error:
+        return error
+
+
+def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
+    """``machine``: what GCC's ``-march`` takes. Raises Unavailable."""
+    wide = machine == "native" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    compiler = shutil.which(COMPILER)
+    if compiler is None:
+        raise Unavailable(f"there is no {COMPILER} to compile native kernels")
+    with TemporaryDirectory(prefix="everwarm-native-") as folder:
+        target = Path(folder, "native.so")
+        command = [compiler, *(WIDE if wide else NARROW), *FLAGS, f"-march={machine}", "-o", str(target), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"{compiler} did not run: {error}") from None
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise Unavailable(f"{compiler} failed: {first.strip()}")
+        try:
+            found = ctypes.CDLL(str(target))
+        except OSError as error:
+            raise Unavailable(f"what {compiler} made can't be loaded: {error}") from None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
