@@ -6,12 +6,14 @@ and must say why. What was chosen, and why the ones before it were not, is kept 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels import native
 from kernels.blocks import Blocks
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
 from kernels.reference import TorchOps
@@ -95,7 +97,6 @@ def _native_candidate() -> Candidate:
         return NativeOps(site.device, site.dtype)
 
     def decline(operation: str, site: Site) -> str | None:
-        from kernels import native
         from kernels.native_ops import declines
 
         if site.device.type != "cpu" or site.dtype != torch.float32:
@@ -113,9 +114,12 @@ def _native_candidate() -> Candidate:
 
 def _int8_candidate() -> Candidate:
     def make(site: Site) -> Any:
+        from kernels.native_ops import NativeOps
         from kernels.quantized import ROLES, Int8Ops
 
-        return Int8Ops(site.device, ROLES)
+        library = None if site.cpu_kernels == "torch" else native.library()
+        can = isinstance(library, ctypes.CDLL) and library.ew_has_codes()
+        return Int8Ops(site.device, ROLES, NativeOps(site.device, site.dtype, quantizes=True) if can else None)
 
     def decline(operation: str, site: Site) -> str | None:
         if site.quantization != "w8a8":

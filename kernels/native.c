@@ -135,8 +135,86 @@ INLINE void product(int bits, int rows, long blocks, const uint32_t *codes, cons
     }
 }
 
+/* The same from activations of 8 bits: sums of whole numbers are exact, so a row's result has the same bits in every
+ * step. x [ROWS][in] in the order of ``quantized``; sums of its blocks. Needs VNNI. */
+INLINE void product_of_codes(int bits, int rows, long blocks, const uint32_t *codes, const uint16_t *scale,
+                             const uint16_t *least, const int8_t *x, long x_stride, const float *sums, vf *acc)
+{
+#if defined(__AVX512VNNI__)
+    for (int r = 0; r < rows; r++)
+        acc[r] = all(0);
+    for (long b = 0; b < blocks; b++) {
+        __m512i part[8];
+        for (int r = 0; r < rows; r++)
+            part[r] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int w = 0; w < bits; w++) {
+            vu word = *(const vu_any *)(codes + (b * bits + w) * LANES);
+            vu four[2] = {bits == 4 ? word & 0x0f0f0f0f : word ^ 0x80808080, (word >> 4) & 0x0f0f0f0f};
+#pragma GCC unroll 2
+            for (int h = 0; h < 8 / bits; h++)
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    int32_t xs;
+                    memcpy(&xs, x + r * x_stride + b * BLOCK + (w * (8 / bits) + h) * 4, 4);
+                    part[r] = _mm512_dpbusd_epi32(part[r], (__m512i)four[h], _mm512_set1_epi32(xs));
+                }
+        }
+        vf d = halves(scale + b * LANES), m = bits == 4 ? halves(least + b * LANES) : d * -128.0f;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            acc[r] += d * (vf)_mm512_cvtepi32_ps(part[r]) + m * sums[r * blocks + b];
+    }
+#else
+    (void)bits, (void)blocks, (void)codes, (void)scale, (void)least, (void)x, (void)x_stride, (void)sums;
+    for (int r = 0; r < rows; r++)
+        acc[r] = all(NAN); /* ew_has_codes says that this can't be */
+#endif
+}
+
+int ew_has_codes(void)
+{
+#if defined(__AVX512VNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* One row to whole numbers from -127 to 127; returns its step. With 4-bit weights, each 8 are put as 0 2 4 6 1 3 5 7,
+ * which is how their codes come out of a word. What is not finite makes the step so too. */
+static float quantized(const float *x, long n, int bits, int8_t *out, float *sums)
+{
+    vf most = all(0);
+    float finite = 0;
+    for (long i = 0; i < n; i += LANES) {
+        vf v = load(x + i);
+        vf size = (vf)((vi)v & 0x7fffffff);
+        most = either(size > most, size, most);
+        finite += total(v * 0.0f); /* NaN when any of them is not finite */
+    }
+    float largest = 1e-12f;
+    for (int i = 0; i < LANES; i++)
+        largest = most[i] > largest ? most[i] : largest;
+    float factor = 127.0f / largest;
+    for (long b = 0; b < n / BLOCK; b++) {
+        int sum = 0;
+        for (long i = 0; i < BLOCK; i++) {
+            float scaled = x[b * BLOCK + i] * factor;
+            int code = scaled >= -127.5f && scaled <= 127.5f ? (int)rintf(scaled) : 0;
+            long to = bits == 8 ? i : (i & ~7L) + (i & 1) * 4 + (i & 7) / 2;
+            out[b * BLOCK + to] = (int8_t)code;
+            sum += code;
+        }
+        sums[b] = (float)sum;
+    }
+    return largest / 127.0f + finite;
+}
+
 typedef struct {
     const float *x, *sums, *bias, *residual;
+    const int8_t *quantized; /* instead of x */
+    const float *steps;      /* of its rows */
     const uint32_t *codes;
     const uint16_t *scale, *least;
     float *y;
@@ -148,6 +226,13 @@ typedef struct {
     static __attribute__((noinline)) void product_##bits##_##rows(const Product *p, long group, long row, vf *acc)     \
     {                                                                                                                  \
         long blocks = p->in / BLOCK, at = group * blocks * LANES;                                                      \
+        if (p->quantized) {                                                                                            \
+            product_of_codes(bits, rows, blocks, p->codes + at * bits, p->scale + at, p->least + at,                   \
+                             p->quantized + row * p->in, p->in, p->sums + row * blocks, acc);                          \
+            for (long r = 0; r < rows; r++)                                                                            \
+                acc[r] *= p->steps[row + r];                                                                           \
+            return;                                                                                                    \
+        }                                                                                                              \
         product(bits, rows, blocks, p->codes + at * bits, p->scale + at, p->least + at, p->x + row * p->in, p->in,     \
                 p->sums + row * blocks, acc);                                                                          \
     }
@@ -206,23 +291,30 @@ INLINE void norm_row(const float *x, const float *weight, float eps, long n, flo
 }
 
 /* y[m] = rms_norm(x[m]) W^T, normed only with ``norm``; plus bias, plus residual; gated: silu of the first half of the
- * outputs times the second. scratch: rows * (in + in / 32) floats. */
+ * outputs times the second. ``quantize``: the activations are rounded to 8 bits, a step
+ * per row. scratch: 2 * rows * in floats. */
 void ew_product(const float *x, long rows, long in, long out, const float *norm, float eps, int bits,
                 const uint32_t *codes, const uint16_t *scale, const uint16_t *least, const float *bias,
-                const float *residual, int gated, float *scratch, float *y)
+                const float *residual, int gated, int quantize, float *scratch, float *y)
 {
     long blocks = in / BLOCK;
-    float *sums = scratch, *normed = scratch + rows * blocks;
+    float *sums = scratch, *steps = sums + rows * blocks, *normed = steps + rows;
+    int8_t *codes_of_x = (int8_t *)(normed + rows * in);
+#pragma omp parallel for schedule(static) if (rows > 32)
     for (long r = 0; r < rows; r++) {
         const float *from = x + r * in;
         if (norm) {
             norm_row(from, norm, eps, in, normed + r * in);
             from = normed + r * in;
         }
+        if (quantize) {
+            steps[r] = quantized(from, in, bits, codes_of_x + r * in, sums + r * blocks);
+            continue;
+        }
         for (long b = 0; b < blocks; b++)
             sums[r * blocks + b] = total(load(from + b * BLOCK) + load(from + b * BLOCK + LANES));
     }
-    Product p = {norm ? normed : x, sums, bias, residual, codes, scale, least, y, in, out, bits, gated};
+    Product p = {norm ? normed : x, sums, bias, residual, quantize ? codes_of_x : 0, steps, codes, scale, least, y, in, out, bits, gated};
     long groups = (gated ? out / 2 : out) / LANES;
 #pragma omp parallel for schedule(static)
     for (long group = 0; group < groups; group++)

@@ -17,12 +17,12 @@ import torch
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-WIDE, NARROW = ("-O3",), ("-O2", "-fpeel-loops")
-"""With 16-float registers, and without: spreading vectors over narrower ones takes GCC 12 minutes at -O3."""
+WIDE, NARROW = ("-O3",), ("-O2",)
+"""With registers of 16 floats, and without: unrolled loops of vectors that are spread over two take GCC 12 minutes."""
 COMPILER = "gcc"
 _LONG, _FLOAT, _INT, _AT = ctypes.c_long, ctypes.c_float, ctypes.c_int, ctypes.c_void_p
 _SIGNATURES = {
-    "ew_product": (_AT, _LONG, _LONG, _LONG, _AT, _FLOAT, _INT, _AT, _AT, _AT, _AT, _AT, _INT, _AT, _AT),
+    "ew_product": (_AT, _LONG, _LONG, _LONG, _AT, _FLOAT, _INT, _AT, _AT, _AT, _AT, _AT, _INT, _INT, _AT, _AT),
     "ew_norm": (_AT, _AT, _FLOAT, _LONG, _LONG, _AT),
     "ew_gate": (_AT, _LONG, _LONG, _AT),
     "ew_place": (_AT, _LONG, _LONG, _LONG, _LONG, _AT, _AT, _FLOAT, _AT, _AT, _AT, _AT, _AT, _LONG),
@@ -68,4 +68,5 @@ def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, None
+    found.ew_has_codes.argtypes, found.ew_has_codes.restype = (), _INT
     return found

@@ -22,6 +22,7 @@ from kernels.reference import TorchOps
 FEW_ROWS = 32
 """Up to so many rows are multiplied from blocks."""
 LANES = 16
+MANY_ROWS = 1 << 30
 MAX_HEAD_DIM = 256
 MAX_GROUP = 24
 """Query heads that share a KV head."""
@@ -37,6 +38,10 @@ class Packed:
     codes: torch.Tensor
     scale: torch.Tensor
     least: torch.Tensor | None
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0] * LANES
 
     @property
     def num_bytes(self) -> int:
@@ -82,14 +87,26 @@ class StepPlan:
 class NativeOps(TorchOps):
     """Implements ``kernels.interface.Ops``. Not for concurrent use: scratch is shared."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, library: ctypes.CDLL | None = None) -> None:
-        """``library``: as ``native.build`` makes it; None: this process's. Raises native.Unavailable."""
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        library: ctypes.CDLL | None = None,
+        *,
+        quantizes: bool = False,
+    ) -> None:
+        """``library``: as ``native.build`` makes it; None: this process's. ``quantizes``: all products from blocks, at
+        any number of rows, with activations rounded to 8 bits; only where the library has them. Raises
+        native.Unavailable."""
         super().__init__(device, dtype)
         found = library or native.library()
         if isinstance(found, native.Unavailable):
             raise found
         self._native = found
         self._packed: dict[torch.Tensor, Packed] = {}
+        self._quantizes = quantizes
+        self._most_rows = MANY_ROWS if quantizes else FEW_ROWS
+        """That are multiplied from blocks."""
         self._scratch = torch.empty(0)
         self._keys = torch.empty(0)
 
@@ -100,6 +117,18 @@ class NativeOps(TorchOps):
             self._packed[ready] = packed
         return ready
 
+    def adopt(self, blocks: Blocks) -> torch.Tensor | None:
+        """Keeps the blocks alone; what is returned stands for the weight in the calls of this object. None where they
+        can't be packed."""
+        packed = pack(blocks)
+        if packed is None:
+            return None
+        self._packed[packed.codes] = packed
+        return packed.codes
+
+    def __contains__(self, weight: torch.Tensor) -> bool:
+        return weight in self._packed
+
     def choices(self) -> dict[str, str]:
         if not self._packed:
             return {"products": "oneDNN"}
@@ -109,8 +138,11 @@ class NativeOps(TorchOps):
 
     @property
     def quantized_bytes(self) -> int:
-        """Of the blocks kept beside the fp32 weights."""
-        return sum(packed.num_bytes for packed in self._packed.values())
+        """Of the blocks, without those that stand for their weight."""
+        return sum(
+            packed.num_bytes - (packed.codes.nbytes if weight is packed.codes else 0)
+            for weight, packed in self._packed.items()
+        )
 
     def norm_linear(
         self, x: Stream, norm: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
@@ -118,18 +150,18 @@ class NativeOps(TorchOps):
         packed = self._few(x.h, weight)
         if packed is None:
             return super().norm_linear(x, norm, eps, weight, bias)
-        return self._product(packed, x.h, weight, norm=norm, eps=eps, bias=bias)
+        return self._product(packed, x.h, norm=norm, eps=eps, bias=bias)
 
     def linear_add(self, x: torch.Tensor, weight: torch.Tensor, residual: Stream, next_norm: torch.Tensor) -> Stream:
         packed = self._few(x, weight)
         if packed is None:
             return super().linear_add(x, weight, residual, next_norm)
-        return Stream(self._product(packed, x, weight, residual=residual.h))
+        return Stream(self._product(packed, x, residual=residual.h))
 
     def norm_mlp(self, x: Stream, norm: torch.Tensor, eps: float, gate_up: torch.Tensor) -> torch.Tensor:
         packed = self._few(x.h, gate_up)
-        if packed is not None and gate_up.shape[0] % (2 * LANES) == 0:
-            return self._product(packed, x.h, gate_up, norm=norm, eps=eps, gated=True)
+        if packed is not None and packed.num_outputs % (2 * LANES) == 0:
+            return self._product(packed, x.h, norm=norm, eps=eps, gated=True)
         return super().norm_mlp(x, norm, eps, gate_up)
 
     def _gated(self, both: torch.Tensor) -> torch.Tensor:
@@ -147,7 +179,7 @@ class NativeOps(TorchOps):
         packed = self._few(h, head)
         if packed is None:
             return super().norm_logits(x, rows, norm, eps, head)
-        return self._product(packed, h, head, norm=norm, eps=eps)
+        return self._product(packed, h, norm=norm, eps=eps)
 
     def attention(
         self,
@@ -178,13 +210,12 @@ class NativeOps(TorchOps):
         return out
 
     def _few(self, x: torch.Tensor, weight: torch.Tensor) -> Packed | None:
-        return self._packed.get(weight) if x.shape[0] <= FEW_ROWS else None
+        return self._packed.get(weight) if x.shape[0] <= self._most_rows else None
 
     def _product(
         self,
         packed: Packed,
         x: torch.Tensor,
-        weight: torch.Tensor,
         *,
         norm: torch.Tensor | None = None,
         eps: float = 0.0,
@@ -193,14 +224,14 @@ class NativeOps(TorchOps):
         gated: bool = False,
     ) -> torch.Tensor:
         rows, wide = x.shape
-        out = weight.shape[0]
+        out = packed.num_outputs
         if self._scratch.numel() < rows * 2 * wide:
-            self._scratch = torch.empty(FEW_ROWS * 2 * wide)
+            self._scratch = torch.empty(max(rows, FEW_ROWS) * 2 * wide)
         y = torch.empty(rows, out // 2 if gated else out)
         self._native.ew_product(
             x.data_ptr(), rows, wide, out, _at(norm), eps, packed.bits, packed.codes.data_ptr(),
-            packed.scale.data_ptr(), _at(packed.least), _at(bias), _at(residual), gated, self._scratch.data_ptr(),
-            y.data_ptr(),
+            packed.scale.data_ptr(), _at(packed.least), _at(bias), _at(residual), gated, self._quantizes,
+            self._scratch.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         return y
 

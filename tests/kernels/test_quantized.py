@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_native import random_blocks
 
 from kernels import quantized
 from kernels.dispatch import OPERATIONS, Dispatch, Site
@@ -98,3 +99,34 @@ def test_dispatch_gives_it_the_products_only_when_asked() -> None:
     assert {op for op in OPERATIONS if chosen[op].startswith("w8a8")} == set(OPERATIONS) - {"embed", "attention"}
     assert "only products are quantized" in chosen["attention"] and "w8a8: products" in chosen
     assert not any("w8a8" in text for text in Dispatch(site("none")).choices().values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoints_own_codes_are_multiplied_as_they_are(bits: int) -> None:
+    ops = Dispatch(site("w8a8"))._chosen["norm_linear"][0]
+    if ops._blocks is None:
+        pytest.skip("no compiler or no VNNI here")
+    torch.manual_seed(bits)
+    blocks, weight = random_blocks(bits, 96, 64)
+    for rows in (1, 3, 9, 70):
+        x, residual, norm, bias = torch.randn(rows, 64), torch.randn(rows, 96), torch.rand(64) + 0.5, torch.randn(96)
+        w = ops.prepare_blocks("down", weight, blocks)
+        steps = x.abs().amax(-1, keepdim=True) / 127
+        exact = (x / steps).round().double() @ weight.double().t() * steps + residual
+        got = ops.linear_add(x.clone(), w, Stream(residual), norm).h
+        torch.testing.assert_close(got.double(), exact, atol=1e-5 * float(exact.abs().max()), rtol=1e-4)
+        alone = [ops.linear_add(x[i : i + 1], w, Stream(residual[i : i + 1]), norm).h for i in range(rows)]
+        assert torch.equal(torch.cat(alone), got), "a row does not depend on the others"
+        plain = TorchOps(CPU, torch.float32)
+        for got, want in (
+            (ops.norm_linear(Stream(x), norm, 1e-5, w, bias), plain.norm_linear(Stream(x), norm, 1e-5, weight, bias)),
+            (ops.norm_mlp(Stream(x), norm, 1e-5, w), plain.norm_mlp(Stream(x), norm, 1e-5, weight)),
+            (ops.norm_logits(Stream(x), None, norm, 1e-5, w), plain.norm_logits(Stream(x), None, norm, 1e-5, weight)),
+        ):
+            assert got.shape == want.shape and 0 < (got - want).norm() < 0.03 * want.norm()
+    x = torch.randn(40, 64)
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    finite = ops.linear_add(x, w, Stream(torch.zeros(40, 96)), norm).h.isfinite().all(1)
+    assert finite.tolist() == [True, False, False] + [True] * 37
+    zeros = ops.linear_add(torch.zeros(2, 64), w, Stream(torch.ones(2, 96)), norm).h
+    assert torch.equal(zeros, torch.ones(2, 96))
