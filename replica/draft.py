@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.interface import LayerKV, Ops
+from kernels.dispatch import Dispatch
+from kernels.interface import LayerKV
 from replica import weights
 from replica.batch import FROM_DEVICE, FROM_DRAFT, Row
 from replica.config import ResolvedConfig
@@ -30,7 +31,7 @@ from replica.sampler import Sampler
 
 
 def load_draft(
-    config: ResolvedConfig, choose_ops: Callable[[ModelConfig, ResolvedConfig], Ops], load_format: str = "auto"
+    config: ResolvedConfig, choose_ops: Callable[[ModelConfig, ResolvedConfig], Dispatch], load_format: str = "auto"
 ) -> Decoder | None:
     """``speculative_model``, if there is one. Raises what :func:`replica.weights.load` raises."""
     if (path := config.speculative_model) is None:
