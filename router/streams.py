@@ -338,6 +338,7 @@ class Streams:
     def _forget(self, attempt: Attempt) -> None:
         self.ended(attempt)
         self._live.pop(attempt.ticket, None)
+        self._resuming.pop(attempt.ticket, None)  # the end may come before the task knows that it was accepted
 
     # --- router.ticket.Owner
 
