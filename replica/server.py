@@ -80,8 +80,15 @@ def _collect(deltas: list[tuple[Any, TokenDelta]], to: dict[_Router, list[list[A
 
 
 def _encode_deltas(deltas: dict[_Router, list[list[Any]]], to: dict[_Router, list[bytes]]) -> None:
+    """A router whose tokens can't be told is dropped: it has its streams go on elsewhere, instead of missing some."""
     for router, parts in deltas.items():
-        to.setdefault(router, []).append(encode(Kind.TOKENS, parts))
+        try:
+            frame = encode(Kind.TOKENS, parts)
+        except (TypeError, ValueError, OverflowError) as error:
+            log.exception("tokens for the router at %s", router.connection.address)
+            router.connection.drop(f"its tokens can't be encoded: {error}")
+        else:
+            to.setdefault(router, []).append(frame)
     deltas.clear()
 
 

@@ -63,7 +63,7 @@ class Handler(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Everything on the event loop, except :meth:`send`."""
+    """Everything on the event loop, except :meth:`send` and :meth:`drop`."""
 
     def __init__(
         self, handshake: Callable[[], Handshake], handler: Handler, options: ConnectionOptions | None = None
@@ -111,12 +111,12 @@ class Connection(asyncio.Protocol):
         outlet.send(frame)
         self._idle_s = 0.0
         if outlet.unsent > self._options.max_write_buffer:
-            self._drop(f"slow reader: over {self._options.max_write_buffer} bytes unsent")
+            self.drop(f"slow reader: over {self._options.max_write_buffer} bytes unsent")
             return False
         return True
 
-    def _drop(self, reason: str) -> None:
-        """Abort from any thread."""
+    def drop(self, reason: str) -> None:
+        """:meth:`abort` from any thread."""
         if threading.get_ident() == self._thread:
             self.abort(reason)
         elif self._loop is not None:

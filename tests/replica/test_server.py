@@ -359,6 +359,27 @@ async def test_requests_that_end_while_their_router_goes_do_not_hide_the_others(
         await until(served.engine.idle, 3.0)
 
 
+async def test_tokens_that_can_not_be_told_cost_one_router_its_connection() -> None:
+    async with replica(step_ms=5.0) as served:
+        unlucky, other = await RawRouter.dial(served.address), await RawRouter.dial(served.address)
+        unlucky.submit("a", prompt_of(1, 20), max_tokens=300)
+        other.submit("b", prompt_of(2, 20), max_tokens=60)
+        await until(lambda: unlucky.ids("a") and other.ids("b"))
+        owner = next(router for router in served.server._routers.values() if "a" in router.requests)
+        on_deltas, once = served.server.on_deltas, ["the engine step failed: \udcff"]
+
+        def faulty(deltas) -> None:
+            if once:
+                deltas = [*deltas, (owner, TokenDelta("a", [], "error", error=once.pop()))]
+            on_deltas(deltas)
+
+        served.engine._on_deltas = faulty
+        await unlucky.closed
+        await until(lambda: len(other.ids("b")) == 60)
+        assert other.ids("b") == expected_ids(prompt_of(2, 20), 60, seed=0, vocab_size=VOCAB)
+        await until(served.engine.idle)
+
+
 async def test_strangers_cannot_exhaust_it() -> None:
     async with replica(options=ServerOptions(max_handshakes=4)) as served:
         mute = [await asyncio.open_connection(*served.address) for _ in range(8)]

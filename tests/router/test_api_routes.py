@@ -187,7 +187,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("priority", ["1", 1.5, 1 << 40]),
     ("cache_salt", ["", 1, "s" * 513]),
     ("stream", ["yes", 1]),
-    ("stream_options", [{"include_usage": True}, [], {"include_usage": 1}]),
+    ("stream_options", [{"include_usage": True}, [], {"include_usage": 1}, {"include_obfuscation": True}]),
     ("echo", ["yes", 1]),
     ("request_id", ["", "a b", "é", 1]),
     ("metadata", ["x", []]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,8 @@ class StreamOptions(Request):
     """Send one more chunk with the whole request's usage before ``[DONE]``."""
     continuous_usage_stats: bool | None = None
     """Put the usage so far into every chunk."""
+    include_obfuscation: Literal[False] | None = None
+    """Chunks are not padded."""
 
 
 class GenerationRequest(Request):
