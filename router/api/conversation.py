@@ -145,6 +145,10 @@ async def _tokenized(call: Call, request: ChatRequest, text: str) -> Prompt:
     return Prompt(ids, limits.for_prompt(len(ids)), text)
 
 
+_OF_THE_REQUEST = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""What a template gets from the request's own fields, whatever ``chat_template_kwargs`` says."""
+
+
 def render(services: Services, request: ChatRequest, tools: ToolPlan | None, *, free: bool = True) -> str:
     """The prompt's text. ``free``: no format binds the answer, so it may reason first."""
     template = services.template
@@ -153,6 +157,11 @@ def render(services: Services, request: ChatRequest, tools: ToolPlan | None, *, 
             400,
             "this model has no chat template; use /v1/completions, or start the server with one",
             code="no_chat_template",
+        )
+    for name in _OF_THE_REQUEST & (request.chat_template_kwargs or {}).keys():
+        raise bad_request(
+            f"chat_template_kwargs.{name}: is a field of the request itself, not a variable of the template",
+            param=f"chat_template_kwargs.{name}",
         )
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
@@ -165,10 +174,7 @@ def render(services: Services, request: ChatRequest, tools: ToolPlan | None, *, 
         messages = spelled_out(messages)
     if tools is not None and not template.takes_tools:
         messages = with_tools(messages, tools.for_template)
-    variables = {
-        **_reasoning_variables(template, request, free, services.reasons),
-        **(request.chat_template_kwargs or {}),
-    }
+    variables = _reasoning_variables(template, request, free, services.reasons)
     try:
         return template.render(
             messages,

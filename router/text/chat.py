@@ -96,7 +96,7 @@ class ChatTemplate:
         final = _mark_final(prepared) if continue_final_message else ""
         try:
             text = self._template.render(
-                **{
+                {
                     **self._special,
                     **(variables or {}),
                     "messages": prepared,

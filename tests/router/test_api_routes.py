@@ -243,6 +243,11 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("store", True),
     ("functions", [{}]),
     ("chat_template", "x"),
+    ("chat_template_kwargs.messages", {"messages": []}),
+    ("chat_template_kwargs.tools", {"tools": [{}]}),
+    ("chat_template_kwargs.documents", {"documents": []}),
+    ("chat_template_kwargs.add_generation_prompt", {"add_generation_prompt": False}),
+    ("chat_template_kwargs.continue_final_message", {"continue_final_message": True}),
 ]
 
 

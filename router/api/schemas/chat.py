@@ -89,7 +89,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     """Go on with the last message instead of starting a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template."""
+    """Variables for the model's chat template; not those that come from fields of the request."""
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
     """Functions the model may call."""
     tool_choice: ToolChoice | None = None
