@@ -163,7 +163,7 @@ def test_ten_thousand_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     run_state_machine_as_test(
         PagePoolMachine,
         settings=settings(
-            max_examples=270, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=290, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
     assert audits >= 10_000
