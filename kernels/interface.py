@@ -60,7 +60,9 @@ class AttentionMeta:
     cu_q [R+1]: prefix sums of new tokens per request. kv_len [R]: context including the new tokens.
     block_table [R, P]: padded with the null page. positions [M]. slots [M]: page * page_size + offset of each new
     token, -1 for padding, which only captured steps have. max_q, max_kv: host ints. decode_only: every request has one
-    new token. cu_q_host, kv_len_host: host copies (lists) for code that must not sync."""
+    new token. cu_q_host, kv_len_host: host copies (lists) for code that must not sync. uneven: contexts differ so much
+    that the longest is worth splitting. chained: requests of a decode_only batch may continue one another's context, so
+    every new key and value must be in the cache before any request attends."""
 
     cu_q: torch.Tensor
     kv_len: torch.Tensor
@@ -74,6 +76,7 @@ class AttentionMeta:
     cu_q_host: list[int]
     kv_len_host: list[int]
     uneven: bool = False
+    chained: bool = False
     shared: SharedSplits | None = None
     extra: dict[str, Any] | None = None
     """An implementation's own per-batch preparation, made once per step."""

@@ -205,7 +205,12 @@ class TritonOps:
             rows, heads = meta.kv_len.shape[0], shape.num_kv_heads
             uneven = meta.uneven or meta.shared is not None
             config = decode_attention_config(rows, heads, meta.max_kv, uneven=uneven)
-            decode_attention(self.launch, config, qkv, kv, meta, shape, q_norm, k_norm, cos, sin, out, fused=True)
+            if meta.chained:
+                rope_write(self.launch, qkv, kv, meta, shape, q_norm, k_norm, cos, sin)
+                q_norm = k_norm = None
+            decode_attention(
+                self.launch, config, qkv, kv, meta, shape, q_norm, k_norm, cos, sin, out, fused=not meta.chained
+            )
             return out
         rope_write(self.launch, qkv, kv, meta, shape, q_norm, k_norm, cos, sin)
         if self.deterministic:

@@ -56,7 +56,7 @@ class GraphInputs:
 
     def __init__(self, device: torch.device, page_size: int, padding_slot: int, largest: int) -> None:
         """``largest``: ints of the largest step. ``padding_slot``: the engine slot that padding rows sample for."""
-        self.page_size, self._padding = page_size, padding_slot
+        self.page_size, self.padding_slot = page_size, padding_slot
         self.packed = torch.zeros(largest, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(largest, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
@@ -117,7 +117,7 @@ class GraphInputs:
         s = len(sampled)
         fields["sample"][:s] = [at for _, at in sampled]
         fields["engine"][:s] = [row.slot for row, _ in sampled]
-        fields["sample"][s:], fields["engine"][s:] = 0, self._padding
+        fields["sample"][s:], fields["engine"][s:] = 0, self.padding_slot
         temperature = fields["temperature"].view(np.float32)
         temperature[:s], temperature[s:] = [row.sampling.temperature for row, _ in sampled], 0
         temperature[temperature < GREEDY_BELOW] = 0

@@ -5,6 +5,8 @@ tokens. So every step that fits runs from a graph:
 
 * decode: every row has one new token. Captured per number of rows and, where attention splits long contexts, per bound
   of the context;
+* verify: the same with rows that may belong to one request: a row that verifies guesses becomes one row per sample,
+  each with the context up to its own token. Only where there is speculation;
 * mixed: prefill chunks and decode rows together, packed. Captured per number of tokens and of rows.
 
 A step takes the smallest graph that holds it; the rest is padding that reads and writes nothing. Each comes in two
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -52,7 +54,7 @@ MAX_ITEMS = 256
 class Key:
     """``tokens`` = ``rows`` and ``mixed`` False for decode. ``bound``: of the context. ``uneven``: the longest context
     is split although the rows fill the chip. ``shared``: splits that rows have in common are read once; mixed steps are
-    always made for that."""
+    always made for that. ``verify``: rows may continue one another's context; in mixed steps they always may."""
 
     kind: Kind
     mixed: bool
@@ -61,6 +63,7 @@ class Key:
     bound: int
     uneven: bool = False
     shared: bool = False
+    verify: bool = False
 
 
 def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
@@ -70,7 +73,7 @@ def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
 class StepGraphs:
     """Captured steps over one decoder and its pages. ``last`` int64 [max_batch + 1]: newest id per engine slot; its
     last entry is the padding's. At most ``max_tokens`` tokens in a mixed step. ``share``: splits of the context that
-    rows have in common may be read once."""
+    rows have in common may be read once. ``guesses``: how many a row may bring to be verified."""
 
     def __init__(
         self,
@@ -82,11 +85,14 @@ class StepGraphs:
         max_context: int,
         max_tokens: int,
         share: bool = True,
+        guesses: int = 0,
     ) -> None:
         max_rows = last.shape[0] - 1
         self._decoder, self._kv, self._last = decoder, kv, last
         self._decode_rows = _up_to(DECODE_ROWS, min(max_rows, DECODE_ROWS[-1]))
-        self._mixed_rows = _up_to(MIXED_ROWS, min(max_rows, MIXED_ROWS[-1]))
+        most = max_rows * (1 + guesses)
+        self._verify_rows = _up_to(DECODE_ROWS[1:], min(most, DECODE_ROWS[-1])) if guesses else []
+        self._mixed_rows = _up_to(MIXED_ROWS, min(most, MIXED_ROWS[-1]))
         self._mixed_tokens = _up_to(MIXED_TOKENS, min(max_tokens, MIXED_TOKENS[-1]))
         self.max_context = max_context
         self._heads = decoder.shape.num_kv_heads
@@ -95,15 +101,15 @@ class StepGraphs:
         self._sharing: tuple[list[Row], Sharing] | None = None
         """What find last found."""
         width = -(-max_context // page_size)
-        rows = max(self._decode_rows[-1], self._mixed_rows[-1])
+        rows = max(self._decode_rows[-1], self._mixed_rows[-1], *self._verify_rows)
         largest = Layout(max(rows, self._mixed_tokens[-1]), rows, MAX_ITEMS, 1 + self._members).size(width)
         self.inputs = GraphInputs(last.device, page_size, max_rows, largest)
         self._launch = Launcher(last.device)
         self._ids = torch.zeros(max(rows, self._mixed_tokens[-1]), dtype=torch.int32, device=last.device)
         self._table = torch.zeros(rows, width, dtype=torch.int32, device=last.device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.replays = {"decode": 0, "mixed": 0, "shared": 0}
-        """``shared``: those of the two that read shared splits once."""
+        self.replays = {"decode": 0, "verify": 0, "mixed": 0, "shared": 0}
+        """``shared``: those of the others that read shared splits once."""
 
     # --- capture
 
@@ -124,6 +130,11 @@ class StepGraphs:
                 if self._shares and rows >= SHARING_ROWS:
                     for bound in reversed(self._wide):
                         yield Key(kind, False, rows, rows, bound, shared=True)
+            for rows in reversed(self._verify_rows):
+                for bound in reversed(self._wide):
+                    yield Key(kind, False, rows, rows, bound, uneven=self._fills(rows), verify=True)
+                    if self._shares and rows >= SHARING_ROWS:
+                        yield Key(kind, False, rows, rows, bound, shared=True, verify=True)
 
     def _fills(self, rows: int) -> bool:
         """Whether so many rows fill the chip with one program for each context and head."""
@@ -181,8 +192,8 @@ class StepGraphs:
             cu_q=inputs.field(layout, "cu_q"), kv_len=inputs.field(layout, "kv_len"), block_table=table,
             positions=inputs.field(layout, "positions"), slots=inputs.field(layout, "slots"),
             page_size=inputs.page_size, max_q=key.tokens if key.mixed else 1, max_kv=key.bound,
-            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], uneven=key.uneven, shared=shared,
-            extra={"new_tokens": (key.rows, key.rows)},
+            decode_only=not key.mixed, cu_q_host=[], kv_len_host=[], uneven=key.uneven, chained=key.verify,
+            shared=shared, extra={"new_tokens": (key.rows, key.rows)},
         )  # fmt: skip
         stream = decoder.hidden(ids, self._kv, meta, inputs.field(layout, "sample") if key.mixed else None)
         if key.kind == "logits":
@@ -194,30 +205,56 @@ class StepGraphs:
     # --- a step
 
     def find(self, rows: list[Row], kind: Kind) -> Key | None:
-        """The smallest graph that holds the batch; None: too large, or a row samples more than once."""
+        """The smallest graph that holds the batch; None: too large, or a row samples several times in the middle of
+        what it computes."""
+        verify = any(row.num_samples > 1 for row in rows)
+        if any(row.num_samples > 1 and row.num_samples < len(row.token_ids) for row in rows):
+            return None
+        given, rows = rows, self._single(rows)
         tokens = sum(len(row.token_ids) for row in rows)
         contexts = [row.start + len(row.token_ids) for row in rows]
         longest = max(contexts)
-        if any(row.num_samples > 1 for row in rows) or longest > self.max_context:
+        if longest > self.max_context:
             return None
         if tokens != len(rows) or any(row.num_samples == 0 for row in rows):
             size, height = _least(self._mixed_tokens, tokens), _least(self._mixed_rows, len(rows))
-            self._find_sharing(rows, longest)
+            self._find_sharing(given, rows, longest)
             key = Key(kind, True, size, height, _least(self._wide, longest), shared=self._shares)
         else:
-            size = _least(self._decode_rows, tokens)
-            if size >= SHARING_ROWS and self._find_sharing(rows, longest):
-                key = Key(kind, False, size, size, _least(self._wide, longest), shared=True)
+            size = _least(self._verify_rows if verify else self._decode_rows, tokens)
+            wide = _least(self._wide, longest)
+            if size >= SHARING_ROWS and self._find_sharing(given, rows, longest):
+                key = Key(kind, False, size, size, wide, shared=True, verify=verify)
+            elif verify:
+                key = Key(kind, False, size, size, wide, uneven=self._fills(size), verify=True)
             elif not self._fills(size):
                 key = Key(kind, False, size, size, _least(self._bounds, longest))
             elif uneven_contexts(sum(contexts), longest, self._heads):
-                key = Key(kind, False, size, size, _least(self._wide, longest), uneven=True)
+                key = Key(kind, False, size, size, wide, uneven=True)
             else:
                 key = Key(kind, False, size, size, self.max_context)
         return key if key in self._graphs else None
 
-    def _find_sharing(self, rows: list[Row], longest: int) -> bool:
-        """Whether reading shared splits once pays in this step; ``run`` gets them."""
+    def _single(self, rows: list[Row]) -> list[Row]:
+        """Rows that sample once or not at all: those that verify guesses are cut into their samples. Which of these ids
+        is the newest of its slot is not known before they are compared, so they go to the padding's."""
+        if all(row.num_samples <= 1 for row in rows):
+            return rows
+        single: list[Row] = []
+        for row in rows:
+            if row.num_samples <= 1:
+                single.append(row)
+                continue
+            assert row.token_ids.min() >= 0, "guesses follow a token that the host knows"
+            single += [
+                replace(row, slot=self.inputs.padding_slot, start=row.start + j, token_ids=row.token_ids[j : j + 1],
+                        num_samples=1, position_base=row.position_base + j)
+                for j in range(row.num_samples)
+            ]  # fmt: skip
+        return single
+
+    def _find_sharing(self, given: list[Row], rows: list[Row], longest: int) -> bool:
+        """Whether reading shared splits once pays in this step of the ``given`` rows; ``run`` gets them."""
         self._sharing = None
         if not self._shares:
             return False
@@ -226,7 +263,7 @@ class StepGraphs:
         found = find_sharing(rows, page_size=size, split=split, members=self._members, limit=MAX_ITEMS)
         if found is None or not sharing_pays(found.saved, self._heads):
             return False
-        self._sharing = (rows, found)
+        self._sharing = (given, found)
         return True
 
     def run(self, rows: list[Row], key: Key) -> torch.Tensor:
@@ -235,10 +272,10 @@ class StepGraphs:
         sharing = None
         if key.shared and self._sharing is not None and self._sharing[0] is rows:
             sharing = self._sharing[1]
-        self.inputs.send(rows, self._layout(key), sharing)
+        self.inputs.send(self._single(rows), self._layout(key), sharing)
         graph, output = self._graphs[key]
         graph.replay()
-        self.replays["mixed" if key.mixed else "decode"] += 1
+        self.replays["mixed" if key.mixed else "verify" if key.verify else "decode"] += 1
         self.replays["shared"] += sharing is not None
         return output[: sum(row.num_samples for row in rows)]
 
@@ -246,6 +283,7 @@ class StepGraphs:
         return {
             "graphs": len(self._graphs),
             "decode_rows": self._decode_rows,
+            "verify_rows": self._verify_rows,
             "mixed_tokens": self._mixed_tokens,
             "mixed_rows": self._mixed_rows,
             "replays": dict(self.replays),

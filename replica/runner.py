@@ -288,6 +288,7 @@ class ModelRunner:
         self._graphs = StepGraphs(
             self._decoder, self._kv, self._sampler.last, page_size=self.config.page_size, max_context=context,
             max_tokens=self.config.chunk_size, share=not self.config.deterministic,
+            guesses=0 if self.config.speculative == "off" else self.config.speculative_tokens,
         )  # fmt: skip
         self._graphs.capture(("ids", "logits") if self._ops.norm_sample is not None else ("logits",))
         with torch.inference_mode():
@@ -338,6 +339,8 @@ class ModelRunner:
         sampled, faults = None, {}
         if plan.samples and key.kind == "ids":
             sampled = Sampled(out, None, None, None).to_host()
+            if any(row.num_samples > 1 for row in batch.rows):
+                self._sampler.advance(plan, out)
         elif plan.samples:
             faults = self._make_masks(batch.rows)
             sampled = self._sampler.sample(out, plan).to_host()

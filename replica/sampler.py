@@ -150,7 +150,7 @@ class Sampler:
         edited = self._edit(logits, plan)
         edited = self._mask(logits, plan.rows) or edited
         ids = self._choose(logits, plan)
-        self._advance(plan, ids)
+        self.advance(plan, ids)
         logprobs = None
         if raw is not None:
             rows, counts = list(wanted), list(wanted.values())
@@ -283,9 +283,9 @@ class Sampler:
         floor = floors(scaled, filters, max_top_k)
         return self._draw_whole(scaled.masked_fill(scaled < floor, float("-inf")), keys)
 
-    def _advance(self, plan: SamplePlan, ids: torch.Tensor) -> None:
-        """Newest ids per slot, and the state of the edits. Of a speculative row's samples, those up to the first that
-        differs from its draft become tokens."""
+    def advance(self, plan: SamplePlan, ids: torch.Tensor) -> None:
+        """Newest ids (int32 or int64) per slot, and the state of the edits. Of a speculative row's samples, those up to
+        the first that differs from its draft become tokens."""
         slots: list[int] = []
         ends: list[int] = []
         at = 0
@@ -301,13 +301,13 @@ class Sampler:
                 drafts = self._put(row.drafts.astype(np.int64))
                 agreed = (ids[at : at + n - 1] == drafts).to(torch.int32).cumprod(0)
                 kept = torch.cat((self._one, agreed.to(torch.int32)))
-                self.last[row.slot] = ids[at + kept.sum() - 1]
+                self.last[row.slot] = ids[at : at + n].take(kept.sum() - 1)  # an index that is a tensor would wait
                 if edits is not None:
                     self.edits.advance(edits, ids[at : at + n], kept)
             at += n
         if slots:
             where = self._put(slots)
-            self.last[where] = ids[self._put(ends)]
+            self.last[where] = ids[self._put(ends)].to(self.last.dtype)
 
     def _put(self, values: list[int] | np.ndarray) -> torch.Tensor:
         """On the device; through pinned memory, because a copy from pageable memory waits for the steps before."""

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drafters import Replay, assert_speculated, at_no_price
 from runner_driver import GREEDY, Ask, Driver, make_runner, prompts
 
 from replica.batch import FROM_DEVICE, Batch, Row
+from replica.llm import LLM
 from replica.model import tiny_config
 from router.wire import Sampling
 
@@ -74,3 +76,31 @@ def test_launch_enqueues_without_waiting() -> None:
     assert steps[-1].wait(60) and all(step.wait(0.0) for step in steps)
     assert len({step.result().ids[0][0] for step in steps}) >= 1 and launched < 5
     runner.close()
+
+
+def test_guesses_verified_from_graphs_change_no_token() -> None:
+    """Bit for bit, alone and in a crowd, with ids chosen inside the graph and from its logits."""
+    model = tiny_config("qwen3", hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)
+    fixed = {"device": "cuda", "deterministic": True, "max_batch_size": 16, "max_model_len": 512, "chunk_size": 64}
+    plain = [GREEDY, RANDOM, replace(RANDOM, seed=9)]
+    asked = prompts((3, 40, 64, 130, 17, 33))
+    runner = make_runner(model, **fixed)
+    known = []
+    with LLM(runner.config, runner) as llm:
+        for options in (plain, OPTIONS[2:5]):
+            sampling = [replace(options[i % len(options)], max_tokens=48) for i in range(len(asked))]
+            known.append((sampling, [llm.generate([a], s)[0].ids for a, s in zip(asked, sampling, strict=True)]))
+    runner = make_runner(model, speculative="ngram", speculative_tokens=7, **fixed)
+    with LLM(runner.config, runner) as llm:
+        at_no_price(llm.engine)
+        for sampling, wanted in known:
+            sequences = [a + ids for a, ids in zip(asked, wanted, strict=True)]
+            llm.engine.speculation.drafter = Replay(sequences, model.vocab_size, wrong_every=6)
+            assert [llm.generate([a], s)[0].ids for a, s in zip(asked, sampling, strict=True)] == wanted
+            assert [output.ids for output in llm.generate(asked, sampling)] == wanted
+        info = llm.engine.info()
+        assert_speculated(info)
+        replays, steps = info["runner"]["graphs"]["replays"], info["runner"]["steps"]
+        assert replays["verify"] > 50 and replays["decode"] + replays["verify"] + replays["mixed"] == steps
+        assert info["runner"]["compiled_after_ready"] == 0
+        runner.check_invariants()

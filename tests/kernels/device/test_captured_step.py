@@ -10,6 +10,7 @@ import torch
 from kernels.interface import Draw, LayerKV
 from kernels.triton_ops import TritonOps
 from kernels.tuning import DecodeConfig, TuningTable
+from replica import noise
 from replica.batch import FROM_DEVICE, Row
 from replica.graphs import Key, StepGraphs
 from replica.inputs import InputBuilder
@@ -30,7 +31,8 @@ def setup(device: torch.device) -> tuple[StepGraphs, Decoder, torch.Tensor]:
     decoder = Decoder(config, random_model(config, 0, device=device), Ops(device, table=TuningTable()), CONTEXT)
     last = torch.arange(SLOTS + 1, device=device) * 3 + 1
     kv = [LayerKV(*(torch.randn(40, 16, config.num_kv_heads, 32, device=device) for _ in range(2))) for _ in range(2)]
-    return StepGraphs(decoder, kv, last, page_size=16, max_context=CONTEXT, max_tokens=48), decoder, last
+    graphs = StepGraphs(decoder, kv, last, page_size=16, max_context=CONTEXT, max_tokens=48, guesses=3)
+    return graphs, decoder, last
 
 
 def batch(counts: list[int], starts: list[int], samples: list[int]) -> list[Row]:
@@ -38,18 +40,23 @@ def batch(counts: list[int], starts: list[int], samples: list[int]) -> list[Row]
     pages = iter(rng.permutation(39) + 1)
     rows = []
     for i, (count, start, num_samples) in enumerate(zip(counts, starts, samples, strict=True)):
-        ids = rng.integers(0, 192, count).astype(np.int32) if count > 1 or i == 1 else np.array([FROM_DEVICE], np.int32)
+        known = count > 1 or i == 1
+        ids = rng.integers(0, 192, count).astype(np.int32) if known else np.array([FROM_DEVICE], np.int32)
         mine = np.array([next(pages) for _ in range(-(-(start + count) // 16))], np.int32)
         sampling = Sampling(temperature=0.0 if i % 2 else 0.9, seed=i)
-        rows.append(Row(i + 2, start, ids, mine, num_samples, sampling, position_base=start + count))
+        base = start + count - max(0, num_samples - 1)
+        rows.append(Row(i + 2, start, ids, mine, num_samples, sampling, position_base=base))
     return rows
 
 
 CASES = [
     ([1, 1, 1], [20, 0, 47], [1, 1, 1], Key("ids", False, 4, 4, CONTEXT)),
     ([1], [95], [1], Key("ids", False, 1, 1, CONTEXT)),
-    ([20, 1, 7], [0, 33, 16], [0, 1, 1], Key("ids", True, 32, 12, CONTEXT, shared=True)),
-    ([1, 30], [40, 0], [1, 1], Key("logits", True, 32, 12, CONTEXT)),
+    ([20, 1, 7], [0, 33, 16], [0, 1, 1], Key("ids", True, 32, 16, CONTEXT, shared=True)),
+    ([1, 30], [40, 0], [1, 1], Key("logits", True, 32, 48, CONTEXT)),
+    ([1, 4, 2], [20, 14, 47], [1, 4, 2], Key("ids", False, 8, 8, CONTEXT, verify=True)),
+    ([4], [0], [4], Key("logits", False, 4, 4, CONTEXT, verify=True)),
+    ([20, 4, 1], [0, 30, 16], [0, 4, 1], Key("ids", True, 32, 16, CONTEXT, shared=True)),
 ]
 
 
@@ -66,11 +73,12 @@ def test_padding_changes_nothing(
         assert all(torch.equal(x.k, k) and torch.equal(x.v, v) for x, (k, v) in zip(graphs._kv, before, strict=True))
         last.copy_(was)
         found = graphs.find(rows, key.kind)
-        assert found is not None and (found.mixed, found.bound) == (key.mixed, key.bound)
+        assert found is not None
+        assert (found.mixed, found.bound, found.verify) == (key.mixed, key.bound, key.verify)
         out = graphs.run(rows, found)
     else:
         graphs._blank(key)
-        graphs.inputs.send(rows, graphs._layout(key))
+        graphs.inputs.send(graphs._single(rows), graphs._layout(key))
         out = graphs._forward(key)[: sum(samples)]
     after = [(x.k.clone(), x.v.clone()) for x in graphs._kv]
     new_last = last.clone()
@@ -89,16 +97,17 @@ def test_padding_changes_nothing(
     if key.kind == "logits":
         assert torch.allclose(out, decoder.logits(stream, None), atol=1e-4)
         return
-    layout_rows = [row for row in rows if row.num_samples]
-    temperature = torch.tensor([row.sampling.temperature for row in layout_rows], device=device)
-    from replica import noise
-
-    keys = noise.keys(np.array([r.sampling.seed for r in layout_rows], np.uint64),
-                      np.array([r.position_base for r in layout_rows]))  # fmt: skip
+    sampled = [(row, j) for row in rows for j in range(row.num_samples)]
+    temperature = torch.tensor([row.sampling.temperature for row, _ in sampled], device=device)
+    keys = noise.keys(np.array([row.sampling.seed for row, _ in sampled], np.uint64),
+                      np.array([row.position_base + j for row, j in sampled]))  # fmt: skip
     want = decoder.sample(stream, Draw(temperature, torch.from_numpy(keys).to(device)))
     assert out.tolist() == want.tolist()
-    expected = was.clone()
-    expected[torch.tensor([row.slot for row in layout_rows], device=device)] = want.long()
+    expected, at = was.clone(), 0
+    for row in rows:
+        if row.num_samples == 1:
+            expected[row.slot] = want[at]
+        at += row.num_samples
     assert torch.equal(new_last[:SLOTS], expected[:SLOTS])
 
 
@@ -151,7 +160,31 @@ def test_find_refuses_what_no_graph_holds(device: torch.device) -> None:
         assert graphs.find(rows, "ids") is None  # nothing is captured yet
     keys = list(graphs.keys(["ids"]))
     assert len(keys) == len(set(keys)) and keys[0].tokens == 48
-    assert {k.rows for k in keys if not k.mixed} == {1, 2, 4, 8, 12}
+    assert {k.rows for k in keys if not k.mixed and not k.verify} == {1, 2, 4, 8, 12}
+    assert {k.rows for k in keys if k.verify} == {2, 4, 8, 16, 24, 32, 40, 48}
+
+
+def test_find_takes_the_smallest_graph_for_guesses(device: torch.device) -> None:
+    graphs, *_ = setup(device)
+    graphs._graphs = dict.fromkeys(graphs.keys(["ids"]), (None, None))  # type: ignore[assignment]
+    assert graphs.find(batch([1, 4], [20, 5], [1, 4]), "ids") == Key("ids", False, 8, 8, CONTEXT, verify=True)
+    assert graphs.find(batch([2], [126], [2]), "ids") == Key("ids", False, 2, 2, CONTEXT, verify=True)
+    mixed = graphs.find(batch([30, 4], [0, 5], [0, 4]), "ids")
+    assert mixed is not None and (mixed.tokens, mixed.rows, mixed.mixed) == (48, 16, True)
+    assert graphs.find(batch([6], [5], [4]), "ids") is None  # samples in the middle of a chunk
+    assert graphs.find(batch([4], [126], [4]), "ids") is None  # beyond the longest context
+
+
+def test_guesses_of_one_request_share_its_context(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replica.graphs.longest_split", lambda longest: 32)
+    monkeypatch.setattr("replica.graphs.sharing_pays", lambda saved, heads: saved > 0)
+    monkeypatch.setattr("replica.graphs.SHARING_ROWS", 4)
+    graphs, *_ = setup(device)
+    graphs._graphs = dict.fromkeys(graphs.keys(["ids"]), (None, None))  # type: ignore[assignment]
+    rows = batch([1, 4], [20, 70], [1, 4])
+    assert graphs.find(rows, "ids") == Key("ids", False, 8, 8, CONTEXT, shared=True, verify=True)
+    assert graphs._sharing is not None and graphs._sharing[0] is rows
+    assert graphs._sharing[1].covered.tolist() == [0, 64, 64, 64, 64]
 
 
 def test_find_splits_one_long_context_although_the_rows_fill_the_chip(
