@@ -187,6 +187,8 @@ def _prefill(
         size, seen = end - start, context + end
         # Column `last` of the mask is this block's first own token.
         visible = mask.values[: size * per_kv, last - (seen - size) : last + size]
+        if visible.is_cuda:
+            visible = visible.contiguous()  # torch's kernels read 16 bytes of it at a time, wherever it begins
         rows = q[start:end].transpose(0, 1).reshape(1, kv_heads, size * per_kv, dim)
         mixed = F.scaled_dot_product_attention(rows, k[:, :, :seen], v[:, :, :seen], attn_mask=visible, scale=scale)
         out[start:end].copy_(mixed.view(kv_heads, size, per_kv, dim).transpose(0, 1))

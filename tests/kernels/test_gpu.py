@@ -69,6 +69,7 @@ def test_decode_is_as_close_to_fp32_as_bf16_allows(name: str, batch: int) -> Non
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(("new", "prefix"), [
     ([300, 1, 40, 1], [0, 500, 130, 15]), ([5, 5, 5], [0, 63, 64]), ([1, 1, 70], [599, 0, 530]), ([513], [64]),
+    ([16, 37], [16, 16]), ([300, 64], [300, 8]),
 ])  # fmt: skip
 def test_mixed_batches(name: str, new: list[int], prefix: list[int]) -> None:
     step = small(name, len(new), 610)
