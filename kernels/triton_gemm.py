@@ -73,7 +73,7 @@ def _accumulate(x_ptr, w_ptr, M, N, K, k0, kspan, rm, rn, BM: tl.constexpr, BN: 
 
 
 @triton.jit
-def _publish(part_ptr, count_ptr, acc, acu, M, width, N, rm, rn, n_split, GATED: tl.constexpr):
+def _publish(part_ptr, count_ptr, acc, acu, M, width, N, rm, rn, SPLIT: tl.constexpr, GATED: tl.constexpr):
     """Stores this split's partials; true in the last program of the tile to get here."""
     tile = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
     to = (tl.program_id(1) * M + rm[:, None]).to(tl.int64) * width + rn[None, :]
@@ -81,16 +81,17 @@ def _publish(part_ptr, count_ptr, acc, acu, M, width, N, rm, rn, n_split, GATED:
     if GATED:
         tl.store(part_ptr + to + N, acu, mask=rm[:, None] < M)
     tl.debug_barrier()
-    last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == n_split - 1
+    last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
     if last:
         tl.store(count_ptr + tile, 0)
     return last
 
 
 @triton.jit
-def _sum_splits(part_ptr, M, width, rm, rn, n_split, BM: tl.constexpr, BN: tl.constexpr):
+def _sum_splits(part_ptr, M, width, rm, rn, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Unrolled, so that no split's loads wait for the sum of those before."""
     acc = tl.zeros([BM, BN], tl.float32)
-    for s in range(n_split):
+    for s in tl.static_range(SPLIT):
         at = (s * M + rm[:, None]).to(tl.int64) * width + rn[None, :]
         acc += tl.load(part_ptr + at, mask=rm[:, None] < M, other=0.0, cache_modifier=".cg")
     return acc
@@ -134,16 +135,16 @@ def _finish(acc, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr, sumsq_out_ptr, idx
         tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "eps", "n_split", "tiles_in"])
+@triton.jit(do_not_specialize=["M", "eps", "tiles_in"])
 def skinny_gemm_kernel(x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr, sumsq_out_ptr, sumsq_in_ptr,
-                       part_ptr, count_ptr, idx_ptr, M, N, K, kspan, eps, n_split, tiles_in,
+                       part_ptr, count_ptr, idx_ptr, M, N, K, kspan, eps, tiles_in,
                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
                        SWAP: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr,
                        GATED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, NOISE: tl.constexpr,
                        PDL: tl.constexpr, TRIGGER: tl.constexpr):  # fmt: skip
-    """Grid (N / BN, n_split, ceil(M / BM)); x [M, K], w [N or 2N, K], y [M, N]; BN divides N, BK divides kspan.
+    """Grid (N / BN, SPLIT, ceil(M / BM)); x [M, K], w [N or 2N, K], y [M, N]; BN divides N, BK divides kspan.
 
-    kspan = K / n_split is an argument, not computed here: a quotient would hide its divisibility by 16 from the
+    kspan = K / SPLIT is an argument, not computed here: a quotient would hide its divisibility by 16 from the
     compiler and make the weight loads two bytes wide. ``count`` must be zero at entry and is zero again at exit."""
     rm = tl.program_id(2) * BM + tl.arange(0, BM)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -153,15 +154,15 @@ def skinny_gemm_kernel(x_ptr, w_ptr, bias_ptr, res_ptr, g_ptr, y_ptr, scaled_ptr
                            GATED)  # fmt: skip
     pdl_trigger(TRIGGER, 2)
     last = True
-    if SPLIT:
+    if SPLIT > 1:
         width = N
         if GATED:
             width = 2 * N
-        last = _publish(part_ptr, count_ptr, acc, acu, M, width, N, rm, rn, n_split, GATED)
+        last = _publish(part_ptr, count_ptr, acc, acu, M, width, N, rm, rn, SPLIT, GATED)
         if last:
-            acc = _sum_splits(part_ptr, M, width, rm, rn, n_split, BM, BN)
+            acc = _sum_splits(part_ptr, M, width, rm, rn, BM, BN, SPLIT)
             if GATED:
-                acu = _sum_splits(part_ptr + N, M, width, rm, rn, n_split, BM, BN)
+                acu = _sum_splits(part_ptr + N, M, width, rm, rn, BM, BN, SPLIT)
     if last:
         if NORM:
             r = _row_scale(sumsq_in_ptr, M, K, eps, tiles_in, rm, TILES)
@@ -237,8 +238,8 @@ def skinny_gemm(
         skinny_gemm_kernel, grid, x, weight, unused if bias is None else bias, unused if residual is None else residual,
         unused if next_norm is None else next_norm, y, unused if scaled is None else scaled,
         unused if sumsq_out is None else sumsq_out, unused if sumsq is None else sumsq, partials, workspace.counters,
-        workspace.counters if index is None else index, m, n, k, k // config.split, eps, config.split, tiles_in,
-        BM=bm, BN=config.bn, BK=config.bk, STAGES=config.stages, SWAP=config.swap, SPLIT=config.split > 1,
+        workspace.counters if index is None else index, m, n, k, k // config.split, eps, tiles_in,
+        BM=bm, BN=config.bn, BK=config.bk, STAGES=config.stages, SWAP=config.swap, SPLIT=config.split,
         NORM=sumsq is not None, TILES=max(16, next_power_of_2(tiles_in)), GATED=gated, BIAS=bias is not None,
         EPILOGUE=epilogue, NOISE=noise, pdl=config.pdl, trigger=config.trigger, num_warps=config.warps,
         num_stages=config.stages,
