@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -219,9 +220,7 @@ class TritonOps:
         single, several = self._new_tokens(meta)
         beside = qkv.is_cuda and single > 0 and several > 0 and qkv.shape[0] > 64
         if several:
-            chunks = self.table.prefill_config(qkv.shape[0])
-            if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
-                chunks = PrefillConfig(rows=32, block=64, stages=3, warps=2)
+            chunks = self.prefill_config(qkv, kv, meta, shape)
             with self._beside() if beside else nullcontext():
                 prefill_attention(self.launch, chunks, qkv, kv, meta, shape, out, min_new=2)
         if single:
@@ -231,6 +230,17 @@ class TritonOps:
         if beside:
             torch.cuda.current_stream(self.device).wait_stream(self._side_stream())
         return out
+
+    def prefill_config(
+        self, qkv: torch.Tensor, kv: LayerKV, meta: AttentionMeta, shape: AttentionShape
+    ) -> PrefillConfig:
+        """How this step's chunks attend."""
+        if meta.max_q * shape.num_heads // shape.num_kv_heads <= 64:
+            return PrefillConfig(rows=32, block=64, stages=3, warps=2)
+        config = self.table.prefill_config(qkv.shape[0])
+        # The copy engine came with sm_90; and what narrow pages hold is not what the projection holds.
+        able = self.launch.pdl_available and kv.k.dtype == qkv.dtype
+        return config if able else replace(config, fresh=False, gather=False)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

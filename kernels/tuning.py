@@ -52,12 +52,16 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Prefill attention: ``rows`` = tokens x query heads of a group per program, ``block`` cached tokens a step."""
+    """Prefill attention: ``rows`` = tokens x query heads of a group per program, ``block`` keys a step. ``fresh``: keys
+    of the step itself come from the projection through the copy engine, not from pages; where that can be done.
+    ``gather``: so do those of prefixes, copied next to each other first."""
 
     rows: int
     block: int
     stages: int
     warps: int
+    fresh: bool = False
+    gather: bool = False
 
 
 Config = TypeVar("Config", GemmConfig, DecodeConfig)

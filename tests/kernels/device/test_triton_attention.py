@@ -119,19 +119,50 @@ def run_mixed(case: Case, config: PrefillConfig, min_new: int, search: int = 256
 
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(("min_new", "rows"), [(1, 16), (2, 32)])
-def test_mixed_batch(device: torch.device, page: int, min_new: int, rows: int) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_mixed_batch(device: torch.device, page: int, min_new: int, rows: int, fresh: bool) -> None:
     """Prefill chunks with and without a cached prefix between decode rows."""
     new, prefix = [1, 17, 1, 10, 2], [33, 0, 0, 25, 64]
     case = attention_case(device, new, prefix, page=page)
-    close(run_mixed(case, PrefillConfig(rows, 16, 1, 4), min_new), case.want())
+    close(run_mixed(case, PrefillConfig(rows, 16, 1, 4, fresh), min_new), case.want())
     case.check_cache()
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_chunks_of_several_blocks(device: torch.device, rows: int, fresh: bool) -> None:
+    """No block, one and more before the diagonal, in the prefix and in the chunk; blocks that their border cuts."""
+    case = attention_case(device, [49, 16, 70, 5], [0, 15, 47, 32])
+    close(run_mixed(case, PrefillConfig(rows, 16, 2, 4, fresh), 2), case.want())
+
+
+@pytest.mark.parametrize(("room", "search"), [(16384, 256), (80, 2), (0, 256)])
+def test_gathered_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, room: int, search: int) -> None:
+    """Of none, one and several blocks, a single token between them; a prefix with room for a part, and one without."""
+    monkeypatch.setattr("kernels.triton_prefill.GATHER_ROOM", room)
+    monkeypatch.setattr("kernels.triton_prefill.GATHER_PROGRAMS", 3)
+    case = attention_case(device, [20, 1, 9, 20, 33, 20], [70, 40, 20, 15, 33, 48])
+    close(run_mixed(case, PrefillConfig(16, 16, 2, 4, True, True), 2, search=search), case.want())
+    case.check_cache()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_neighbours_nan_stays_with_it(device: torch.device, fresh: bool) -> None:
+    case = attention_case(device, [21, 20, 9], [5, 40, 0])
+    start, end = case.meta.cu_q_host[1:3]
+    case.qkv[start:end] = float("nan")
+    out = run_mixed(case, PrefillConfig(16, 16, 1, 4, fresh), 2)
+    want = case.want()
+    close(torch.cat([out[:start], out[end:]]), torch.cat([want[:start], want[end:]]))
+    assert out[start:end].isnan().all()
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_prefill_shapes(device: torch.device, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_prefill_shapes(device: torch.device, heads: int, kv_heads: int, dim: int, fresh: bool) -> None:
     """Three query heads a group leave a row of the tile unused."""
     case = attention_case(device, [23, 7], [0, 35], heads=heads, kv_heads=kv_heads, dim=dim, qk_norm=False)
-    close(run_mixed(case, PrefillConfig(16, 32, 1, 4), 1), case.want())
+    close(run_mixed(case, PrefillConfig(16, 32, 1, 4, fresh), 1), case.want())
     case.check_cache()
 
 
