@@ -127,9 +127,10 @@ class Dispatcher:
         if link.state == LinkState.CLOSED and self.links.get(link.name) is link:
             del self.links[link.name]
             self.placement.remove(link.name)
-            self._apply_members()
+            if link.name in self._members:  # it has left and come back meanwhile
+                self._apply_members()
             # The last replica of another model may have been what kept the others out.
-            for other in self.links.values():
+            for other in list(self.links.values()):
                 other.retry()
         self.streams.changes.notify()
 

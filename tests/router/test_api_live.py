@@ -115,8 +115,10 @@ def test_a_silent_stream_shows_signs_of_life(path: str, sign: str) -> None:
     app = create_app(fake, make_card(TOKENIZER), ApiOptions(sse_keepalive_s=0.1))
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "model": "tiny"}
     with served(app) as base:
+        started = time.monotonic()
         lines = httpx.post(f"{base}/v1/{path}", json=body).text.splitlines()
-        assert lines.count(sign) == 6, "two in each of three silences"
+        most = (time.monotonic() - started) / 0.1  # 7, but for a busy machine
+        assert 6 <= lines.count(sign) <= most, "two in each of three silences"
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none") as client:
             chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"

@@ -287,3 +287,34 @@ async def test_replica_that_leaves_serves_on_for_a_router_without_another() -> N
         await router.close()
         for replica in replicas.values():
             await replica.close()
+
+
+async def test_several_last_resorts_leave_together_once_another_replica_is_there() -> None:
+    old = [await FakeReplica(name).start() for name in ("a", "b", "c")]
+    new = await FakeReplica("d").start()
+    router = await start_router(*old)
+    try:
+        await until(lambda: sum(state.accepting for state in router.placement.replicas.values()) == 3)
+        router.update_replicas({})
+        await until(lambda: len(router.placement.retiring()) == 3)
+        assert await collect(router, job("r", list(range(40)))), "served on until another is there"
+        router.update_replicas({"d": new.address})
+        await until(lambda: set(router.links) == {"d"} and router.ready())
+        assert router.links["d"].lost_connections == 0
+        router.check_invariants()
+    finally:
+        await router.close()
+        for replica in (*old, new):
+            await replica.close()
+
+
+async def test_any_number_of_replicas_may_leave_at_once() -> None:
+    router = await start_router()
+    try:
+        router.update_replicas({f"r{index}": ("127.0.0.1", 9) for index in range(600)})
+        await until(lambda: len(router.links) == 600)
+        router.update_replicas({})
+        await until(lambda: not router.links)
+        router.check_invariants()
+    finally:
+        await router.close()
