@@ -258,6 +258,9 @@ class Link:
     # --- router.connection.Handler
 
     def on_open(self, connection: Connection, peer: Peer) -> None:
+        if self.state == LinkState.CLOSED:  # while the handshake was under way
+            connection.abort(self.reason)
+            return
         if peer.name != self.name:
             raise ProtocolError(f"{connection.address} is replica {peer.name}, not {self.name}")
         assert peer.root is not None

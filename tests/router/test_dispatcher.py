@@ -318,3 +318,35 @@ async def test_any_number_of_replicas_may_leave_at_once() -> None:
         router.check_invariants()
     finally:
         await router.close()
+
+
+async def test_a_replica_that_leaves_during_the_handshake_stays_away() -> None:
+    replica = await FakeReplica("r1").start()
+    gate, waiting = asyncio.Event(), asyncio.Event()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            writer.write(data)
+        writer.close()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        waiting.set()
+        await gate.wait()
+        there, back = await asyncio.open_connection(*replica.address)
+        await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
+
+    proxy = await asyncio.start_server(slow, "127.0.0.1", 0)
+    router = await start_router()
+    try:
+        router.update_replicas({"r1": proxy.sockets[0].getsockname()})
+        await waiting.wait()
+        router.update_replicas({})
+        await until(lambda: not router.links)
+        gate.set()
+        await asyncio.sleep(0.3)
+        assert not replica.server._routers, "a connection that nobody knows of"
+        assert not router.placement.directory.slots()
+    finally:
+        await router.close()
+        proxy.close()
+        await replica.close()
