@@ -326,6 +326,7 @@ class Link:
         request, refusal = Refusal.from_frame(frame)
         if (attempt := self._inflight.pop(request, None)) is not None:
             attempt.on_reject(refusal)
+            self._leave_if_done()
 
     def _on_events(self, frame: list[Any]) -> None:
         batch = EventBatch.from_frame(frame)

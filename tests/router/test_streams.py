@@ -224,6 +224,27 @@ async def test_refusals_are_told_apart() -> None:
         router.streams.close()
 
 
+async def test_a_leaving_replica_that_refuses_its_last_request_is_let_go() -> None:
+    async with cluster("r1", "r2") as (router, engines):
+        held: dict[str, str] = {}
+        handlers = {name: engine.server._handlers for name, engine in engines.items()}
+        real = {name: mine[10] for name, mine in handlers.items()}
+        for name, mine in handlers.items():
+            mine[10] = lambda _, frame, name=name: held.update({name: frame[1]})
+        admitted = asyncio.create_task(router.admit(job("l", PROMPT)))
+        await until(lambda: bool(held))
+        ((leaving, request),) = held.items()
+        (stays,) = engines.keys() - {leaving}
+        handlers[stays][10] = real[stays]
+        router.update_replicas({stays: engines[stays].address})
+        await until(lambda: not router.links[leaving].replica.accepting)
+        refusal = Refusal(Code.DRAINING, "this replica drains").to_frame(request)
+        for connection in list(engines[leaving].server._routers):
+            connection.send(refusal)
+        assert (await admitted).replica == stays
+        await until(lambda: set(router.links) == {stays})
+
+
 async def test_no_answer_within_the_limit_counts_as_overload() -> None:
     options = DispatchOptions(streams=StreamsOptions(accept_timeout_s=0.2))
     async with cluster("r1", options=options) as (router, engines):
