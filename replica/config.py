@@ -125,6 +125,7 @@ class EngineConfig(BaseModel):
     so that outputs are equal bit for bit; slower. A CPU in float32 needs no switch for equal tokens."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What routers and replicas log."""
 
 
 @dataclass(frozen=True)
