@@ -110,7 +110,7 @@ def bench_engine(
 def bench_speculation(
     model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 2,
-    tokens: Annotated[int, typer.Option(min=32, help="Tokens per answer at most.")] = 64,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens per answer at most.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of runs per task; medians of their ratios.")] = 6,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 60.0,
     layers: Annotated[

@@ -61,7 +61,7 @@ class Workload:
 
     model: str | None = None
     threads: int = 2
-    tokens: int = 64
+    tokens: int = 128
     rounds: int = 6
     budget_s: float = 60.0
     speculative: str = "ngram"
