@@ -57,7 +57,8 @@ class EngineConfig(BaseModel):
     cpu_kv_gb: float = Field(1.0, gt=0)
     """GiB of KV per replica on a CPU when max_num_pages is auto."""
     quantization: Literal["none", "w8a8"] = "none"
-    """w8a8: products in int8 on a CPU, a scale per token and per output channel: twice as fast, a little less exact."""
+    """w8a8: on a CPU, activations in int8 with a scale per token; weights too, with one per output channel, unless the
+    checkpoint has blocks of its own: up to twice as fast, a little less exact."""
     kv_cache_dtype: Literal["auto", "fp8", "int8", "int4"] = "auto"
     """What pages hold. auto: the model's dtype, exact. int8, int4: one scale per token and KV head; fp8: e4m3 without
     scales. Narrower pages are more pages from the same memory, and other tokens now and then."""

@@ -30,7 +30,7 @@ BATCHES = {
 }
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("x86-64-v3", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["native", "x86-64-v3"])
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     if request.param == "native":
         return NativeOps(CPU, torch.float32)
