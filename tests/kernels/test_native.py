@@ -174,3 +174,7 @@ def test_why_it_can_not_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(native.Unavailable, match="no gcc"):
         native.build()
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "read-only root"))
+    with pytest.raises(native.Unavailable, match="no temporary directory"):
+        native.build()
