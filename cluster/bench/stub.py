@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from cluster.checkpoint import Checkpoint, load_card
-from replica.batch import Batch, Row, StepResult
+from replica.batch import Batch, OwnFault, Row, StepResult
 from replica.config import DeviceFacts, EngineConfig, ModelFacts, ResolvedConfig, resolve
 from replica.stub import StubRunner
 
 NUM_PAGES = 16384
+NO_SCORES = OwnFault("the stub engine has no log-probabilities")
+
+
+def _wants_scores(row: Row) -> bool:
+    return row.sampling.logprobs is not None or row.sampling.prompt_logprobs is not None
 
 
 class ReadableStub(StubRunner):
@@ -34,7 +39,8 @@ class ReadableStub(StubRunner):
                 if row.num_samples == 1
                 else self._several(row)
                 for row in batch.rows
-            ]
+            ],
+            faults={index: NO_SCORES for index, row in enumerate(batch.rows) if row.new and _wants_scores(row)},
         )
 
     def _several(self, row: Row) -> list[int]:

@@ -55,3 +55,12 @@ def test_what_is_not_there_is_named(folders: tuple[Path, Path]) -> None:
         generate(folders[0], speculative="draft", speculative_model="/no-such-model")
     with pytest.raises(ValueError, match="the stub has none"):
         open_stub(locate("stub:1ms", weights=True), EngineConfig(speculative="draft", speculative_layers=1))
+
+
+def test_the_stub_refuses_what_it_can_not_give() -> None:
+    """Log-probabilities of a prompt it never read, which the router would wait for; and serves the rest."""
+    with LLM(*open_stub(locate("stub:1ms", weights=True), EngineConfig())) as llm:
+        asked = [Sampling(max_tokens=3, logprobs=1), Sampling(max_tokens=3, prompt_logprobs=0), Sampling(max_tokens=3)]
+        refused, also, served = llm.generate([[5, 6, 7]] * 3, asked)
+    assert refused.finish == also.finish == "refused" and "no log-probabilities" in (refused.error or "")
+    assert served.finish == "length" and len(served.ids) == 3
