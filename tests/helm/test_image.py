@@ -51,10 +51,10 @@ def test_final_stage() -> None:
     final = dict(stages()["final"])
     assert final["USER"] == "1000:0"
     assert final["FROM"].startswith("runtime-${FLAVOUR}")
-    assert {"runtime-cpu", "runtime-cuda"} <= set(stages())
-    assert "wget" in dict(stages()["runtime-cpu"])["RUN"]
-    # Triton compiles its launchers with the host's C compiler at run time.
-    assert "gcc" in dict(stages()["runtime-cuda"])["RUN"]
+    # Both flavours compile at run time: Triton its launchers, a CPU its kernels.
+    installed = dict(stages()["runtime-cpu"])["RUN"]
+    assert "wget" in installed and "gcc" in installed
+    assert dict(stages()["runtime-cuda"])["FROM"].startswith("runtime-cpu ")
     assert "PATH=/opt/everwarm/bin:$PATH" in final["ENV"]
 
 
