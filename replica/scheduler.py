@@ -144,6 +144,8 @@ class Scheduler:
             if not turn.preempted:
                 self._admit(turn, now)
             self._top_up(turn)
+        if turn.preempted and not self.running:  # alone, it gave itself up for the copies it pinned: now there is room
+            self._admit(turn, now)
         if self.speculation is not None:
             self.speculation.extend(turn, self.pool, self.config.page_size)
         return self._build(step, turn) if turn.grants else None

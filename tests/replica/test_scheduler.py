@@ -268,6 +268,22 @@ def test_a_pool_that_holds_one_request_serves_all_in_turn() -> None:
     assert 0 < harness.engine.scheduler.num_preemptions <= tokens
 
 
+@pytest.mark.parametrize("priority", ["low", "high"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_only_one_left_may_give_itself_up(priority: str, ahead: bool) -> None:
+    """Who computes copies of pages that a twin indexed first pins the twin's as well. When both fill the pool it is its
+    own victim, alone, and must be admitted again at once; the loop took that for a deadlock and stopped."""
+    harness = Harness(
+        max_num_pages=12, max_model_len=170, max_batch_size=6, chunk_size=8, watermark=0.0,
+        prefill_priority=priority, async_scheduling=ahead,
+    )  # fmt: skip
+    twins = [harness.submit(prompt_of(150), max_tokens=16, seed=7) for _ in range(2)]
+    harness.finish()
+    for twin in twins:
+        assert harness.outputs[twin].ids == expected_ids(prompt_of(150), 16, seed=7, vocab_size=VOCAB)
+    assert ahead or harness.engine.scheduler.num_preemptions > 0
+
+
 def test_high_priority_mode_with_a_tiny_pool_comes_to_rest() -> None:
     harness = Harness(max_num_pages=13, max_model_len=190, max_batch_size=8, prefill_priority="high", chunk_size=16)
     wanted = {harness.submit(prompt_of(30 + i, seed=i), max_tokens=60, seed=7): 30 + i for i in range(12)}
