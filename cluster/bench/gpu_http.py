@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ STOP_S = 60.0
 SHARD_LAYERS = 4
 
 
-class HttpSide:
+class HttpSide(ABC):
     """A server as a child process and a client of its ``/v1/completions``. Subclasses say how it starts."""
 
     def __init__(self, shape: Shape, options: dict[str, Any]) -> None:
@@ -62,16 +63,16 @@ class HttpSide:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return {"server": command[1:], **await asyncio.to_thread(self.describe)}
 
+    @abstractmethod
     def prepare(self, root: Path) -> None:
         """Writes what the server will read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def command(self, root: Path) -> tuple[list[str], dict[str, str]]:
         """Command line and environment."""
-        raise NotImplementedError
 
-    def is_ready(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_ready(self) -> bool: ...
 
     def describe(self) -> dict[str, Any]:
         """What is worth knowing of the running server."""
