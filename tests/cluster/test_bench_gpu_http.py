@@ -42,6 +42,16 @@ async def _answer(request: web.Request) -> web.StreamResponse:
 
 
 class _Fake(HttpSide):
+    """Its server runs in the test's own loop."""
+
+    def prepare(self, root: Path) -> None: ...
+
+    def command(self, root: Path) -> tuple[list[str], dict[str, str]]:
+        return [], {}
+
+    def is_ready(self) -> bool:
+        return True
+
     async def ask(self, prompts: list[list[int]]) -> list[Trace]:
         import aiohttp
 

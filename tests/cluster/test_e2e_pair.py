@@ -121,11 +121,11 @@ async def test_a_killed_replica_shows_as_a_pause_only(pair: Deployed) -> None:
 
     async def all_streams() -> list[tuple[StreamRecord, list[int]]]:
         return await asyncio.gather(
-            *(stream(pair.url, p, tokens=700, seed=s) for p, s in zip(prompts, seeds, strict=True))
+            *(stream(pair.url, p, tokens=1500, seed=s) for p, s in zip(prompts, seeds, strict=True))
         )
 
     undisturbed = await all_streams()
-    assert all(len(ids) == 700 for _, ids in undisturbed)
+    assert all(len(ids) == 1500 for _, ids in undisturbed)
     assert len({tuple(ids) for _, ids in undisturbed}) == 8
 
     async with httpx.AsyncClient(timeout=30) as client:
@@ -138,7 +138,7 @@ async def test_a_killed_replica_shows_as_a_pause_only(pair: Deployed) -> None:
         assert len(survived) >= 4, "the kill came before or after the streams"
         for (_, expected), (record, ids), seed in zip(undisturbed, disturbed, seeds, strict=True):
             assert record.done and ids == expected, f"seed {seed}: differs after {common_prefix(ids, expected)} tokens"
-            assert record.tokens == 700
+            assert record.tokens == 1500
         failures = []
         while time.perf_counter() - killed_at < 3:
             response = await client.post(
