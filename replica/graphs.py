@@ -15,6 +15,7 @@ kinds: ``ids`` ends in sampled ids (greedy, or temperature alone), ``logits`` en
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -147,6 +148,7 @@ class StepGraphs:
     def capture(self, kinds: Sequence[Kind]) -> None:
         """Runs every graph's work once, which compiles what is missing, then captures it."""
         started = time.perf_counter()
+        gc.collect()  # what a former engine left would be freed in the middle of a capture, which makes that invalid
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             for key in self.keys(kinds):
@@ -162,6 +164,10 @@ class StepGraphs:
                 self._graphs[key] = (graph, output)
         torch.cuda.synchronize()
         log.info("captured %d steps in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def release(self) -> None:
+        """Gives the graphs and their memory back; call with no step in flight."""
+        self._graphs.clear()
 
     def _layout(self, key: Key) -> Layout:
         return (

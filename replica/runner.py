@@ -267,6 +267,8 @@ class ModelRunner:
             self._worker.join()
         else:
             torch.cuda.synchronize(self._device)
+            if self._graphs is not None:
+                self._graphs.release()
 
     def check_invariants(self) -> None:
         """Call with no step in flight."""

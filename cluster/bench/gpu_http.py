@@ -151,7 +151,9 @@ class EverwarmServer(HttpSide):
         entry = [sys.executable, "-c", "from cluster.cli import main; main()"]
         pairs = [f"model={root / MODEL}", f"served_model_name={MODEL}", "replicas=1"]
         pairs += [f"{name}={value}" for name, value in options.items()]
-        env = dict(os.environ, HOME=str(root / "home"))
+        # Compiled kernels outlive the folder that the server has for a home.
+        kernels = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+        env = dict(os.environ, HOME=str(root / "home"), TRITON_CACHE_DIR=kernels)
         return [*entry, "serve", *pairs, "--host", "127.0.0.1", "--port", str(self._port)], env
 
     def is_ready(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 
@@ -104,3 +105,21 @@ def test_guesses_verified_from_graphs_change_no_token() -> None:
         assert replays["verify"] > 50 and replays["decode"] + replays["verify"] + replays["mixed"] == steps
         assert info["runner"]["compiled_after_ready"] == 0
         runner.check_invariants()
+
+
+def test_what_a_former_engine_left_does_not_spoil_the_next_ones_capture() -> None:
+    model = tiny_config("qwen3", hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)
+    before = gc.get_threshold()
+    gc.set_threshold(20)  # so that garbage is collected in the middle of a capture, were there any
+    try:
+        outputs = []
+        for _ in range(3):
+            runner = make_runner(model, device="cuda")
+            asks = [Ask(p, GREEDY) for p in prompts((1, 40))]
+            outputs.append([g.ids for g in Driver(runner).run(asks, 8)])
+            runner.close()
+            runner.itself = runner  # type: ignore[attr-defined]  # only the collector can free it
+            del runner
+    finally:
+        gc.set_threshold(*before)
+    assert outputs[0] == outputs[1] == outputs[2]
