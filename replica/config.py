@@ -75,9 +75,9 @@ class EngineConfig(BaseModel):
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
-    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, and from 6 GB of
-    weights on four times as many while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice,
-    products of 256 rows are slower)."""
+    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, from 6 GB of weights
+    on four times as many while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are
+    read twice, products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
     itl_target_ms: Annotated[Annotated[float, Field(gt=0)] | Literal["off"], BeforeValidator(_spell_off)] = "off"

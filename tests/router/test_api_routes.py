@@ -140,6 +140,21 @@ async def test_numbers_that_no_double_holds(number: bytes) -> None:
         assert response.json()["metadata"] == {"a": 1e300}
 
 
+async def test_a_number_too_large_is_found_wherever_it_stands() -> None:
+    async with asgi_client(fake := backend()) as client:
+        for at in range(0, 330, 7):
+            body = b'{"prompt":"%s","metadata":{"a":%s.0}}' % (b"x" * at, b"9" * 309)
+            assert "range of a double" in error_of(await client.post("/v1/completions", content=body), 400)["message"]
+        assert not fake.jobs
+
+
+@pytest.mark.parametrize("prompt", [[True, 2], [1.5], [1, -1], [1, 1 << 31], [1, "2"], [[1], [True]], [], [[]], [None]])
+async def test_prompts_of_ids_are_ids(prompt: list[object]) -> None:
+    async with asgi_client(fake := backend()) as client:
+        message = error_of(await client.post("/v1/completions", json={**TEXT, "prompt": prompt}), 400)["message"]
+        assert "prompt" in message and not fake.jobs
+
+
 @pytest.mark.parametrize("number", [b"1e999", b"9" * 400, b"-1e999"])
 async def test_absurd_numbers(number: bytes) -> None:
     async with asgi_client(fake := backend()) as client:

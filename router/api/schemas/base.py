@@ -13,7 +13,9 @@ def _integral(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
-TokenId = Annotated[Int, Field(ge=0, lt=1 << 31, json_schema_extra={"x-token-id": True})]
+MAX_ID = 1 << 31
+"""Token ids are less."""
+TokenId = Annotated[Int, Field(ge=0, lt=MAX_ID, json_schema_extra={"x-token-id": True})]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Name = Annotated[str, Field(max_length=512)]
 

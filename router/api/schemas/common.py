@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.schemas.base import Int, Name, Request, Text, TokenId
+from router.api.schemas.base import MAX_ID, Int, Name, Request, Text, TokenId
 from router.api.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -16,6 +16,7 @@ MAX_LIST = 1024
 
 
 __all__ = [
+    "MAX_ID",
     "MAX_LIST",
     "MAX_LOGPROBS",
     "MAX_N",

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
-from router.api.schemas.common import MAX_LOGPROBS, GenerationRequest, Int, TokenId
+from router.api.schemas.common import MAX_ID, MAX_LOGPROBS, GenerationRequest, Int, TokenId
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _ids_at_once(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A plain list of ids passes as it is: trying what else a prompt may be takes a millisecond for 4,000 of them."""
+    if isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < MAX_ID:
+        return value
+    return validate(value)
 
 
 class CompletionRequest(GenerationRequest):
     """A prompt to continue."""
 
-    prompt: (
+    prompt: Annotated[
         Annotated[str, Field(min_length=1)]
         | Ids
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-        | Annotated[list[Ids], Field(min_length=1)]
-    )
+        | Annotated[list[Ids], Field(min_length=1)],
+        WrapValidator(_ids_at_once),
+    ]
     """Text, token ids, or a list of either; each prompt gets ``n`` choices, in order."""
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of the answer's tokens, with so many of the likeliest."""
