@@ -10,6 +10,7 @@ with its *consumer*: the residual stream is a :class:`Stream`, whose producer ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +107,20 @@ class Draw:
     slots: torch.Tensor | None = None
 
 
+class LayerWeights(Protocol):
+    """What ``prepare`` made of a layer's weights, and the rest as in checkpoints."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
 class Ops(Protocol):
     """Weights are [out, in] as in checkpoints; M is the number of packed tokens."""
 
@@ -155,4 +170,24 @@ class Ops(Protocol):
 
     def choices(self) -> dict[str, str]:
         """op -> implementation in force and the reason, for the log and ``/v1/engine``."""
+        ...
+
+
+class WholeLayers(Protocol):
+    """What an implementation may offer beside the operations: ``layers``, asked before they are."""
+
+    def layers(
+        self,
+        x: Stream,
+        weights: Sequence[LayerWeights],
+        kv: Sequence[LayerKV],
+        meta: AttentionMeta,
+        shape: AttentionShape,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream | None:
+        """All layers of a step, as operation by operation, bit for bit; may overwrite x. After the last layer's
+        attention only ``rows`` (int64 [S], None: all) go on -> [S, hidden]. None: not a step for it, nothing is done.
+        The lists themselves are remembered: what is in them may not change."""
         ...

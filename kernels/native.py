@@ -1,4 +1,4 @@
-"""``native.c``, compiled for this machine when it is first asked for.
+"""``native*.c``, compiled for this machine when they are first asked for.
 
 The compiler is GCC, whose OpenMP is the one in torch's CPU wheels, so that both share one team of threads. The library
 is built into a temporary directory (five seconds of one core), so it always fits the processor and the source.
@@ -10,26 +10,25 @@ import ctypes
 import functools
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = tuple(Path(__file__).with_name(f"native{part}.c") for part in ("", "_products", "_attention"))
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 WIDE, NARROW = ("-O3",), ("-O2",)
 """With registers of 16 floats, and without: unrolled loops of vectors that are spread over two take GCC 12 minutes."""
 COMPILER = "gcc"
 _LONG, _FLOAT, _INT, _AT = ctypes.c_long, ctypes.c_float, ctypes.c_int, ctypes.c_void_p
 _SIGNATURES = {
-    "ew_product": (_AT, _LONG, _LONG, _LONG, _AT, _FLOAT, _INT, _AT, _AT, _AT, _AT, _AT, _INT, _INT, _AT, _AT),
+    "ew_product": (_AT,),
     "ew_norm": (_AT, _AT, _FLOAT, _LONG, _LONG, _AT),
     "ew_gate": (_AT, _LONG, _LONG, _AT),
-    "ew_place": (_AT, _LONG, _LONG, _LONG, _LONG, _AT, _AT, _FLOAT, _AT, _AT, _AT, _AT, _AT, _LONG),
-    "ew_attend": (
-        _AT, _LONG, _LONG, _LONG, _AT, _AT, _LONG, _LONG, _LONG, _AT, _AT, _AT, _LONG, _FLOAT, _AT, _AT
-    ),
-}  # fmt: skip
+    "ew_attention": (_AT,) * 8,
+    "ew_layers": (_AT, _LONG, _AT, _AT, _AT),
+}
 
 
 class Unavailable(RuntimeError):
@@ -45,7 +44,7 @@ def library() -> ctypes.CDLL | Unavailable:
         return error
 
 
-def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
+def build(machine: str = "native", sources: Sequence[Path] = SOURCES) -> ctypes.CDLL:
     """``machine``: what GCC's ``-march`` takes. Raises Unavailable."""
     wide = machine == "native" and torch.backends.cpu.get_cpu_capability() == "AVX512"
     compiler = shutil.which(COMPILER)
@@ -53,7 +52,7 @@ def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
         raise Unavailable(f"there is no {COMPILER} to compile native kernels")
     try:
         with TemporaryDirectory(prefix="everwarm-native-") as folder:
-            found = _compile(compiler, wide, machine, source, Path(folder, "native.so"))
+            found = _compile(compiler, wide, machine, sources, Path(folder, "native.so"))
     except OSError as error:
         raise Unavailable(f"no temporary directory to compile native kernels in: {error}") from None
     for name, arguments in _SIGNATURES.items():
@@ -63,8 +62,9 @@ def build(machine: str = "native", source: Path = SOURCE) -> ctypes.CDLL:
     return found
 
 
-def _compile(compiler: str, wide: bool, machine: str, source: Path, target: Path) -> ctypes.CDLL:
-    command = [compiler, *(WIDE if wide else NARROW), *FLAGS, f"-march={machine}", "-o", str(target), str(source)]
+def _compile(compiler: str, wide: bool, machine: str, sources: Sequence[Path], target: Path) -> ctypes.CDLL:
+    flags = [*(WIDE if wide else NARROW), *FLAGS, f"-march={machine}"]
+    command = [compiler, *flags, "-o", str(target), *map(str, sources)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:

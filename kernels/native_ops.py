@@ -1,28 +1,36 @@
-"""The operations on a CPU in fp32 with the kernels of ``native.c``; products of many rows stay torch's.
+"""The operations on a CPU in fp32 with the kernels of ``native*.c``; products of many rows stay torch's.
 
 What they buy (docs/model.md has the figures): attention reads pages where they lie instead of gathering them; norm,
 rotation with the KV write, and SiLU are one pass each; and where the checkpoint holds blocks of 4 or 8 bits, a step of
 few rows reads those instead of the fp32 weights made from them. Nothing is rounded for it: the blocks say the same
-numbers, and sums are fp32.
+numbers, and sums are fp32. Such a step goes through all layers in one call, where its threads meet without sleeping:
+the same as operation by operation, bit for bit.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import byref
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels import native
 from kernels.blocks import BLOCK, Blocks
-from kernels.interface import AttentionMeta, AttentionShape, LayerKV, Stream
+from kernels.interface import AttentionMeta, AttentionShape, LayerKV, LayerWeights, Stream
+from kernels.native_structs import Layer, Matrix, Plan, Product, Rows, Shape, at
 from kernels.reference import TorchOps
 
 FEW_ROWS = 32
 """Up to so many rows are multiplied from blocks."""
 LANES = 16
 MANY_ROWS = 1 << 30
+SPLIT = 64
+"""Keys per split of a single token's context, as in ``native_attention.c``."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 24
 """Query heads that share a KV head."""
@@ -38,6 +46,11 @@ class Packed:
     codes: torch.Tensor
     scale: torch.Tensor
     least: torch.Tensor | None
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        wide = self.codes.shape[1] * BLOCK
+        return Matrix(at(self.codes), at(self.scale), at(self.least), wide, self.num_outputs, self.bits)
 
     @property
     def num_outputs(self) -> int:
@@ -72,16 +85,22 @@ def pack(blocks: Blocks) -> Packed | None:
 
 @dataclass
 class StepPlan:
-    """Made once per step. cos, sin fp32 [M, head_dim / 2]; begin, kv_len, table int32 as in AttentionMeta; keys: room
-    for the transposed keys of one request."""
+    """Made once per step: what ``native.h`` calls so, and the tensors that it points to."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    begin: torch.Tensor
-    kv_len: torch.Tensor
-    table: torch.Tensor
-    slots: torch.Tensor
-    keys: torch.Tensor
+    plan: Plan
+    held: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Stack:
+    """A decoder's layers over its pages, as ``native.c`` reads them, and columns of what they hand on."""
+
+    weights: Sequence[LayerWeights]
+    kv: Sequence[LayerKV]
+    layers: Any
+    qkv: int
+    mixed: int
+    gated: int
 
 
 class NativeOps(TorchOps):
@@ -107,8 +126,8 @@ class NativeOps(TorchOps):
         self._quantizes = quantizes
         self._most_rows = MANY_ROWS if quantizes else FEW_ROWS
         """That are multiplied from blocks."""
-        self._scratch = torch.empty(0)
-        self._keys = torch.empty(0)
+        self._rooms: dict[str, torch.Tensor] = {}
+        self._stack: Stack | None = None
 
     def prepare_blocks(self, role: str, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """As ``prepare``; steps of few rows will read ``blocks``, which hold the same numbers."""
@@ -192,22 +211,63 @@ class NativeOps(TorchOps):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        plan = self._plan(meta, shape, cos, sin)
-        heads, kv_heads, dim, tokens = shape.num_heads, shape.num_kv_heads, shape.head_dim, qkv.shape[0]
-        k, v, stride = kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(1)
-        assert kv.k.stride(0) == meta.page_size * stride and kv.v.stride(1) == stride, "pages lie apart"
-        at = qkv.data_ptr()
-        self._native.ew_place(
-            at, tokens, heads, kv_heads, dim, _at(q_norm), _at(k_norm), shape.eps, plan.cos.data_ptr(),
-            plan.sin.data_ptr(), plan.slots.data_ptr(), k, v, stride,
-        )  # fmt: skip
-        out = torch.empty(tokens, heads * dim)
-        self._native.ew_attend(
-            at, heads, kv_heads, dim, k, v, stride, meta.page_size, len(plan.kv_len), plan.begin.data_ptr(),
-            plan.kv_len.data_ptr(), plan.table.data_ptr(), plan.table.shape[1], shape.scale, plan.keys.data_ptr(),
-            out.data_ptr(),
-        )  # fmt: skip
+        tokens = qkv.shape[0]
+        out = torch.empty(tokens, shape.num_heads * shape.head_dim)
+        plan, sizes = self._plan(tokens, meta, shape, cos, sin), _shape(shape, kv, meta.page_size)
+        self._native.ew_attention(
+            byref(sizes), byref(plan), at(q_norm), at(k_norm), at(qkv), at(kv.k), at(kv.v), at(out)
+        )
         return out
+
+    def layers_with(self, attention: Any) -> Callable[..., Stream | None] | None:
+        """``layers``, where the operation ``attention`` would be done as it does it."""
+        return self.layers if isinstance(attention, NativeOps) else None
+
+    def layers(
+        self,
+        x: Stream,
+        weights: Sequence[LayerWeights],
+        kv: Sequence[LayerKV],
+        meta: AttentionMeta,
+        shape: AttentionShape,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream | None:
+        """Implements ``kernels.interface.WholeLayers``; None where a product is not multiplied from blocks."""
+        tokens, hidden = x.h.shape
+        num_rows = tokens if rows is None else len(rows)
+        stack = self._stacked(weights, kv) if num_rows <= tokens <= self._most_rows else None
+        if stack is None:
+            return None
+        out = x.h if rows is None else torch.empty(num_rows, hidden)
+        longest = max(hidden, stack.mixed, stack.gated)
+        step = Rows(
+            at(x.h), at(self._room("qkv", tokens * stack.qkv)), at(self._room("mixed", tokens * stack.mixed)),
+            at(self._room("gated", tokens * stack.gated)), at(self._room("scratch", tokens * 2 * longest)), at(rows),
+            num_rows, at(out), self._quantizes,
+        )  # fmt: skip
+        plan, sizes = self._plan(tokens, meta, shape, cos, sin), _shape(shape, kv[0], meta.page_size)
+        self._native.ew_layers(stack.layers, len(weights), byref(sizes), byref(plan), byref(step))
+        return Stream(out)
+
+    def _stacked(self, weights: Sequence[LayerWeights], kv: Sequence[LayerKV]) -> Stack | None:
+        """Remembers the last."""
+        if self._stack is not None and self._stack.weights is weights and self._stack.kv is kv:
+            return self._stack
+        layers = (Layer * len(weights))()
+        for to, w, pages in zip(layers, weights, kv, strict=True):
+            for name in ("qkv", "o", "gate_up", "down"):
+                packed = self._packed.get(getattr(w, name))
+                if packed is None or (name == "gate_up" and packed.num_outputs % (2 * LANES)):
+                    return None
+                setattr(to, name, packed.matrix)
+            for name in ("input_norm", "post_norm", "q_norm", "k_norm", "qkv_bias"):
+                setattr(to, name, at(getattr(w, name)))
+            to.k, to.v = at(pages.k), at(pages.v)
+        first = layers[0]
+        self._stack = Stack(weights, kv, layers, first.qkv.out, first.o.wide, first.down.wide)
+        return self._stack
 
     def _few(self, x: torch.Tensor, weight: torch.Tensor) -> Packed | None:
         return self._packed.get(weight) if x.shape[0] <= self._most_rows else None
@@ -224,16 +284,21 @@ class NativeOps(TorchOps):
         gated: bool = False,
     ) -> torch.Tensor:
         rows, wide = x.shape
-        out = packed.num_outputs
-        if self._scratch.numel() < rows * 2 * wide:
-            self._scratch = torch.empty(max(rows, FEW_ROWS) * 2 * wide)
-        y = torch.empty(rows, out // 2 if gated else out)
-        self._native.ew_product(
-            x.data_ptr(), rows, wide, out, _at(norm), eps, packed.bits, packed.codes.data_ptr(),
-            packed.scale.data_ptr(), _at(packed.least), _at(bias), _at(residual), gated, self._quantizes,
-            self._scratch.data_ptr(), y.data_ptr(),
+        y = torch.empty(rows, packed.num_outputs // 2 if gated else packed.num_outputs)
+        scratch = self._room("scratch", rows * 2 * wide)
+        product = Product(
+            ctypes.addressof(packed.matrix), at(x), at(norm), at(bias), at(residual), at(y), at(scratch), rows, eps,
+            gated, self._quantizes,
         )  # fmt: skip
+        self._native.ew_product(byref(product))
         return y
+
+    def _room(self, name: str, size: int) -> torch.Tensor:
+        """Scratch of at least ``size`` floats, for one call."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() < size:
+            room = self._rooms[name] = torch.empty(size)
+        return room
 
     def _normed(self, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
         if x.normed is not None:
@@ -242,23 +307,39 @@ class NativeOps(TorchOps):
         self._native.ew_norm(x.h.data_ptr(), norm.data_ptr(), eps, *x.h.shape, out.data_ptr())
         return out
 
-    def _plan(self, meta: AttentionMeta, shape: AttentionShape, cos: torch.Tensor, sin: torch.Tensor) -> StepPlan:
+    def _plan(
+        self, tokens: int, meta: AttentionMeta, shape: AttentionShape, cos: torch.Tensor, sin: torch.Tensor
+    ) -> Plan:
         if meta.extra is None:
             meta.extra = {}
-        plan = meta.extra.get("native")
-        if plan is None:
-            positions = meta.positions.long()
-            begin = meta.cu_q_host
-            several = [length for a, b, length in zip(begin, begin[1:], meta.kv_len_host, strict=False) if b - a > 1]
-            room = -(-max(several, default=0) // LANES) * LANES * shape.num_kv_heads * shape.head_dim
-            if self._keys.numel() < room:
-                self._keys = torch.empty(room)
-            plan = meta.extra["native"] = StepPlan(
-                cos.index_select(0, positions), sin.index_select(0, positions), meta.cu_q.contiguous(),
-                meta.kv_len.contiguous(), meta.block_table.contiguous(), meta.slots.long(), self._keys,
-            )  # fmt: skip
-        assert isinstance(plan, StepPlan)
-        return plan
+        made = meta.extra.get("native")
+        if made is None:
+            made = meta.extra["native"] = self._make_plan(tokens, meta, shape, cos, sin)
+        assert isinstance(made, StepPlan)
+        return made.plan
+
+    def _make_plan(
+        self, tokens: int, meta: AttentionMeta, shape: AttentionShape, cos: torch.Tensor, sin: torch.Tensor
+    ) -> StepPlan:
+        heads, dim = shape.num_heads, shape.head_dim
+        splits, longest = [0], 0
+        for first, end, length in zip(meta.cu_q_host, meta.cu_q_host[1:], meta.kv_len_host, strict=False):
+            splits.append(splits[-1] + (-(-length // SPLIT) if end - first == 1 else 0))
+            longest = max(longest, length if end - first > 1 else 0)
+        keys = self._room("keys", -(-longest // LANES) * LANES * shape.num_kv_heads * dim)
+        partials = self._room("partials", splits[-1] * heads * (dim + 2))
+        held = (
+            meta.cu_q.contiguous(), meta.kv_len.contiguous(), meta.block_table.contiguous(),
+            meta.positions.to(torch.int32), meta.slots.long(), torch.tensor(splits, dtype=torch.int32), cos, sin, keys,
+            partials,
+        )  # fmt: skip
+        return StepPlan(Plan(tokens, len(meta.kv_len), meta.block_table.shape[1], *map(at, held)), held)
+
+
+def _shape(shape: AttentionShape, kv: LayerKV, page_size: int) -> Shape:
+    stride = kv.k.stride(1)
+    assert kv.k.stride(0) == page_size * stride and kv.v.stride(1) == stride, "pages lie apart"
+    return Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size, stride, shape.eps, shape.scale)
 
 
 def declines(heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> str | None:
@@ -270,7 +351,3 @@ def declines(heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype) ->
     if heads // kv_heads > MAX_GROUP:
         return f"{heads // kv_heads} query heads share a KV head; at most {MAX_GROUP} may"
     return None
-
-
-def _at(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

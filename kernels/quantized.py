@@ -15,7 +15,9 @@ Constant factors of the rows' scales (1 / 127, and the square root of the width 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -171,6 +173,10 @@ class Int8Ops(TorchOps):
             x = Stream(x.h.index_select(0, rows))
         codes, scales = _quantize_normed(x, norm, eps)
         return linear(codes).mul_(scales)
+
+    def layers_with(self, attention: Any) -> Callable[..., Stream | None] | None:
+        """Who multiplies blocks also goes through whole layers."""
+        return None if self._blocks is None else self._blocks.layers_with(attention)
 
     @property
     def quantized_bytes(self) -> int:

@@ -123,6 +123,10 @@ class Decoder:
         """The residual stream after the last layer, of ``rows`` only: the others end with their last KV write."""
         ops, w, eps = self.ops, self.weights, self.config.norm_eps
         x = ops.embed(ids, w.embed, w.layers[0].input_norm, eps)
+        if (layers := getattr(ops, "layers", None)) is not None:
+            done: Stream | None = layers(x, w.layers, kv, meta, self.shape, self.cos, self.sin, rows)
+            if done is not None:
+                return done
         last = len(w.layers) - 1
         for i, layer in enumerate(w.layers):
             qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)

@@ -168,7 +168,7 @@ def test_why_it_can_not_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     broken = tmp_path / "broken.c"
     broken.write_text("int main(void) { return nonsense; }")
     with pytest.raises(native.Unavailable, match=r"failed: .*nonsense"):
-        native.build(source=broken)
+        native.build(sources=[broken])
     with pytest.raises(native.Unavailable, match="failed"):
         native.build("no-such-machine")
     monkeypatch.setenv("PATH", str(tmp_path))
