@@ -197,6 +197,11 @@ class Dispatch:
         # Only where the head's product is ours can ids be chosen without writing logits.
         self.norm_sample: Callable[..., torch.Tensor] | None = getattr(chosen["norm_logits"], "norm_sample", None)
 
+        # Per row of logits, where the largest is and whether all are finite; None: torch has to do.
+        self.largest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = getattr(
+            chosen["norm_logits"], "largest", None
+        )
+
         # Only where one implementation multiplies and another that it knows attends can layers be one call.
         products = {chosen[operation] for operation in ("norm_linear", "linear_add", "norm_mlp")}
         offer = getattr(products.pop(), "layers_with", None) if len(products) == 1 else None

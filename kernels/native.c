@@ -126,6 +126,36 @@ void ew_gate(const float *both, long rows, long n, float *out)
     }
 }
 
+/* Per row of x [rows][n]: the first of its largest elements, and whether all are finite. */
+void ew_largest(const float *x, long rows, long n, int64_t *at, unsigned char *finite)
+{
+    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (long r = 0; r < rows; r++, x += n) {
+        vf most = all(-INFINITY), wrong = all(0);
+        vi where = lanes, here = lanes;
+        long whole = n / LANES * LANES;
+        for (long i = 0; i < whole; i += LANES, here += LANES) {
+            vf v = load(x + i);
+            vi more = v > most;
+            most = either(more, v, most);
+            where = (more & here) | (~more & where);
+            wrong += v * 0.0f;
+        }
+        float largest = most[0], bad = total(wrong);
+        long best = where[0];
+        for (int i = 1; i < LANES; i++)
+            if (most[i] > largest || (most[i] == largest && where[i] < best))
+                largest = most[i], best = where[i];
+        for (long i = whole; i < n; i++) {
+            if (x[i] > largest)
+                largest = x[i], best = i;
+            bad += x[i] * 0.0f;
+        }
+        at[r] = best;
+        finite[r] = bad == 0;
+    }
+}
+
 void ew_attention(const Shape *shape, const Plan *plan, const float *q_norm, const float *k_norm, float *qkv, float *k,
                   float *v, float *out)
 {

@@ -26,6 +26,7 @@ _SIGNATURES = {
     "ew_product": (_AT,),
     "ew_norm": (_AT, _AT, _FLOAT, _LONG, _LONG, _AT),
     "ew_gate": (_AT, _LONG, _LONG, _AT),
+    "ew_largest": (_AT, _LONG, _LONG, _AT, _AT),
     "ew_attention": (_AT,) * 8,
     "ew_layers": (_AT, _LONG, _AT, _AT, _AT),
 }

@@ -200,6 +200,14 @@ class NativeOps(TorchOps):
             return super().norm_logits(x, rows, norm, eps, head)
         return self._product(packed, h, norm=norm, eps=eps)
 
+    def largest(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row of x fp32 [S, V]: where the first of its largest elements is, int64 [S], and whether all are finite,
+        bool [S]; where they are not, the index is any."""
+        x = x.contiguous()
+        where, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
+        self._native.ew_largest(at(x), *x.shape, at(where), at(finite))
+        return where, finite
+
     def attention(
         self,
         qkv: torch.Tensor,

@@ -174,6 +174,11 @@ class Int8Ops(TorchOps):
         codes, scales = _quantize_normed(x, norm, eps)
         return linear(codes).mul_(scales)
 
+    @property
+    def largest(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
+        """Of NativeOps, where there is one."""
+        return None if self._blocks is None else self._blocks.largest
+
     def layers_with(self, attention: Any) -> Callable[..., Stream | None] | None:
         """Who multiplies blocks also goes through whole layers."""
         return None if self._blocks is None else self._blocks.layers_with(attention)

@@ -24,7 +24,7 @@ from replica.batch import Batch, Move, OwnFault, Row, StepResult
 from replica.config import ResolvedConfig
 from replica.draft import DraftModel, load_draft
 from replica.host_pages import HostPages
-from replica.inputs import InputBuilder
+from replica.inputs import InputBuilder, StepInputs
 from replica.kv import PagedKV, PendingSums
 from replica.model import Decoder, ModelConfig, Weights
 from replica.prompt_logprobs import PromptLogprobs, PromptScores
@@ -149,7 +149,7 @@ class ModelRunner:
         self._broken: BaseException | None = None
         """Why pages may hold anything."""
         self._inputs = InputBuilder(self._device, config.page_size)
-        self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device)
+        self._sampler = Sampler(model.vocab_size, config.max_batch_size, self._device, self._ops.largest)
         self._prompt = PromptLogprobs(self._decoder)
         self._draft = DraftModel.open(config, self._decoder, self.kv, self._sampler, draft)
         self._graphs: StepGraphs | None = None
@@ -193,10 +193,13 @@ class ModelRunner:
             step.pending = pending
             return step
 
+        # Made here, while the worker is in the step before; a draft model fills rows in first.
+        inputs = self._inputs.build(batch.rows) if self._draft is None else None
+
         def execute() -> None:
             try:
                 self._check_sound()
-                step.fill(self._collect(self._enqueue(batch)))
+                step.fill(self._collect(self._enqueue(batch, inputs)))
             except BaseException as error:
                 step.fill(error)
 
@@ -309,7 +312,7 @@ class ModelRunner:
             while (job := self._queue.get()) is not None:
                 job()
 
-    def _enqueue(self, batch: Batch) -> _Pending:
+    def _enqueue(self, batch: Batch, inputs: StepInputs | None = None) -> _Pending:
         started = time.perf_counter()
         self._steps += 1
         plan = self._sampler.plan(batch.rows)
@@ -319,7 +322,7 @@ class ModelRunner:
             kind: Kind = "ids" if self._sampler.is_plain(plan) and self._ops.norm_sample is not None else "logits"
             if (key := self._graphs.find(batch.rows, kind)) is not None:
                 return self._replay(batch, plan, key, started)
-        inputs = self._inputs.build(batch.rows)
+        inputs = self._inputs.build(batch.rows) if inputs is None else inputs
         ids = inputs.ids
         if inputs.any_from_device:
             ids = torch.where(ids < 0, self._sampler.last_ids(inputs.slots_of_tokens), ids)

@@ -7,6 +7,7 @@ greedy, or temperature, min_p, top-k, top-p and a draw: the argmax of logits plu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,13 +102,21 @@ class SamplePlan:
 class Sampler:
     """Samples for the slots of one runner. State per slot lives in :class:`LogitEdits`."""
 
-    def __init__(self, vocab_size: int, max_batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_batch_size: int,
+        device: torch.device,
+        largest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> None:
+        """``largest``: per row fp32 [S, V], the first largest element's index int64 [S], and whether all are finite."""
         self.edits = LogitEdits(vocab_size, device)
         self.vocab_size = vocab_size
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self.last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
         """Newest id per engine slot; the last entry belongs to the padding of captured steps."""
+        self._largest = largest
         self._block = _block_size(vocab_size) if device.type == "cpu" else 0
 
     def last_ids(self, slots: torch.Tensor) -> torch.Tensor:
@@ -144,12 +153,12 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, plan: SamplePlan) -> Sampled:
         """logits fp32 [S, V], overwritten; S as planned."""
-        sound = logits.sum(-1).isfinite()
+        greedy, sound = (None, logits.sum(-1).isfinite()) if self._largest is None else self._largest(logits)
         wanted = {i: k for i, s in enumerate(plan.samples) if (k := s.row.sampling.logprobs) is not None}
         raw = torch.log_softmax(logits[self._put(list(wanted))], dim=-1) if wanted else None
         edited = self._edit(logits, plan)
         edited = self._mask(logits, plan.rows) or edited
-        ids = self._choose(logits, plan)
+        ids = self._choose(logits, plan, None if edited else greedy)
         self.advance(plan, ids)
         logprobs = None
         if raw is not None:
@@ -167,10 +176,10 @@ class Sampler:
 
     # --- steps of sample
 
-    def _choose(self, logits: torch.Tensor, plan: SamplePlan) -> torch.Tensor:
-        """Edited logits fp32 [S, V] -> ids int64 [S]."""
+    def _choose(self, logits: torch.Tensor, plan: SamplePlan, greedy: torch.Tensor | None = None) -> torch.Tensor:
+        """Edited logits fp32 [S, V] -> ids int64 [S]. ``greedy``: their argmax, where known; overwritten."""
         if len(plan.random) < len(plan.samples):
-            ids = self._argmax(logits)
+            ids = self._argmax(logits) if greedy is None else greedy
         else:
             ids = torch.zeros(len(plan.samples), dtype=torch.int64, device=self._device)
         if plan.random:
@@ -222,7 +231,9 @@ class Sampler:
         return self._put(drafts.astype(np.int64))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """On a CPU in two stages, because torch's argmax over a long row does not vectorise; the first of equals."""
+        """The first of equals. On a CPU in two stages, because torch's argmax over a long row does not vectorise."""
+        if self._largest is not None:
+            return self._largest(logits)[0]
         if not self._block:
             return logits.argmax(-1)
         blocks = logits.unflatten(-1, (-1, self._block))
@@ -307,7 +318,8 @@ class Sampler:
             at += n
         if slots:
             where = self._put(slots)
-            self.last[where] = ids[self._put(ends)].to(self.last.dtype)
+            newest = ids if len(ends) == len(ids) else ids[self._put(ends)]
+            self.last[where] = newest.to(self.last.dtype)
 
     def _put(self, values: list[int] | np.ndarray) -> torch.Tensor:
         """On the device; through pinned memory, because a copy from pageable memory waits for the steps before."""

@@ -178,3 +178,16 @@ def test_why_it_can_not_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "read-only root"))
     with pytest.raises(native.Unavailable, match="no temporary directory"):
         native.build()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 100, 49152])
+def test_the_first_of_the_largest(ops: NativeOps, width: int) -> None:
+    torch.manual_seed(width)
+    x = torch.randn(40, width).round()  # many are equal
+    x[0], x[1] = float("-inf"), -1.5
+    x[2:6, width // 2] = torch.tensor([float("inf"), float("-inf"), float("nan"), 9.0])
+    where, finite = ops.largest(x)
+    assert torch.equal(finite, x.isfinite().all(1))
+    expected = x.numpy().argmax(1)
+    assert all(int(where[i]) == expected[i] for i in range(40) if not x[i].isnan().any())
+    assert torch.equal(ops.largest(x[:, : width // 2 + 1])[0], ops.largest(x[:, : width // 2 + 1].clone())[0])
