@@ -1,7 +1,9 @@
 /* Products of block-quantized weights. */
 #include "native.h"
 
-#define MOST_AT_ONCE 16 /* groups of outputs that a thread claims */
+#define AHEAD 16        /* blocks that are called for while one is multiplied: the machine's own guess starts too late */
+#define MOST_AT_ONCE 16 /* groups of outputs that a thread claims, */
+#define MANY 32         /* of more rows than these only one */
 
 INLINE vf halves(const uint16_t *p)
 {
@@ -48,6 +50,7 @@ INLINE void product(int bits, int rows, long blocks, const uint32_t *codes, cons
                 part[r][c] = all(0);
         for (int w = 0; w < bits; w++) {
             vu word = *(const vu_any *)(codes + (b * bits + w) * LANES);
+            __builtin_prefetch(codes + ((b + AHEAD) * bits + w) * LANES, 0, 2);
 #pragma GCC unroll 8
             for (int j = 0; j < 32 / bits; j++) {
                 vf q = bits == 4 ? code4(word, j) : code8(word, j);
@@ -88,6 +91,7 @@ INLINE void product_of_codes(int bits, int rows, long blocks, const uint32_t *co
 #pragma GCC unroll 8
         for (int w = 0; w < bits; w++) {
             vu word = *(const vu_any *)(codes + (b * bits + w) * LANES);
+            __builtin_prefetch(codes + ((b + AHEAD) * bits + w) * LANES, 0, 2);
             vu four[2] = {bits == 4 ? word & 0x0f0f0f0f : word ^ 0x80808080, (word >> 4) & 0x0f0f0f0f};
 #pragma GCC unroll 2
             for (int h = 0; h < 8 / bits; h++)
@@ -257,7 +261,7 @@ void multiply(Worker *worker, const Product *p)
     EACH(r, worker, p->rows)
         ready_row(&to, p, r);
     long groups = (p->gated ? p->w->out / 2 : p->w->out) / LANES, step = groups / (8 * omp_get_num_threads());
-    step = step < 1 ? 1 : step > MOST_AT_ONCE ? MOST_AT_ONCE : step;
+    step = step < 1 || p->rows > MANY ? 1 : step > MOST_AT_ONCE ? MOST_AT_ONCE : step;
     for (long from; (from = next(worker, groups, step)) >= 0;)
         for (long group = from; group < from + step && group < groups; group++)
             for (long row = 0, few; row < p->rows; row += few) {
