@@ -75,9 +75,9 @@ class EngineConfig(BaseModel):
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
-    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, from 6 GB of weights
-    on four times as many while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are
-    read twice, products of 256 rows are slower)."""
+    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, twice as many (at
+    most 2048) while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice,
+    products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
     itl_target_ms: Annotated[Annotated[float, Field(gt=0)] | Literal["off"], BeforeValidator(_spell_off)] = "off"
@@ -348,10 +348,9 @@ def _resolve_chunk(config: EngineConfig, model: ModelFacts, cuda: bool, out: dic
     busy, reason = 512, "by device and model size, at least max_batch_size"
     if cuda:
         busy = 2048 if model.weight_bytes < 6e9 else 1024 if model.weight_bytes < 2e10 else 512
-    busy = most = max(busy, out["max_batch_size"])
-    if cuda and busy < MOST_CAPTURED:
-        most = 4 * busy
-        reason = f"{busy} {reason}; four times as many while few decode"
+        reason = f"{busy} {reason}; twice as many while few decode"
+    busy = max(busy, out["max_batch_size"])
+    most = max(busy, min(2 * busy, MOST_CAPTURED)) if cuda else busy
     if out["itl_target_ms"] is not None:
         most, reason = max(busy, MOST_CAPTURED), "the most of a step; itl_target_ms decides how much of it"
     pick("chunk_size", most, reason)

@@ -8,9 +8,9 @@ from math import sqrt
 from replica.config import ResolvedConfig
 from replica.step_time import StepTimeModel
 
-QUIET = 10
+QUIET = 8
 """While at most so many requests decode, a step may take chunk_size tokens, beyond only busy_chunk_size: a long step
-delays everybody who decodes, and helps one prompt. It delays them once; several shorter ones, as often."""
+delays everybody who decodes, and helps one prompt."""
 SIZES = (256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Under a target, steps have one of these sizes, or chunk_size: steps captured on a GPU are padded to them, so a token
 more would cost as much as the next size."""

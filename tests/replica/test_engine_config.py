@@ -28,7 +28,7 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
 def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
     assert (config.dtype, config.max_batch_size, config.itl_target_ms) == ("bfloat16", 256, None)
-    assert (config.chunk_size, config.busy_chunk_size) == (4096, 1024)
+    assert (config.chunk_size, config.busy_chunk_size) == (2048, 1024)
     asked = resolve(EngineConfig(chunk_size=1536), LARGE, H200)
     assert (asked.chunk_size, asked.busy_chunk_size) == (1536, 1536), "a size asked for is kept"
     small = resolve(EngineConfig(), SMALL, H200)
