@@ -51,7 +51,9 @@ class HttpSide(ABC):
         self._folder = tempfile.TemporaryDirectory()
         root = Path(self._folder.name)
         self._port = free_ports(1)[0]
+        began = time.perf_counter()
         await asyncio.to_thread(self.prepare, root)
+        prepared = time.perf_counter() - began
         self._log = root / "server.log"
         command, env = self.command(root)
         with self._log.open("wb") as sink:
@@ -61,7 +63,8 @@ class HttpSide(ABC):
         await asyncio.to_thread(self._await_ready)
         timeout = aiohttp.ClientTimeout(total=600)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-        return {"server": command[1:], **await asyncio.to_thread(self.describe)}
+        found = await asyncio.to_thread(self.describe)
+        return {"server": command[1:], "of_ready_s_for_writing_weights": round(prepared, 1), **found}
 
     @abstractmethod
     def prepare(self, root: Path) -> None:
