@@ -60,6 +60,9 @@ class Difference:
     """Of the output, from 0."""
     what: str
 
+    def __str__(self) -> str:
+        return f"differs: {self.case}: request {self.request}, output token {self.position}: {self.what}"
+
 
 @dataclass
 class Verdict:
@@ -148,7 +151,11 @@ def run(
     with steps(len(cases) + num_lossy + 3, console) as announce:
         announce(f"transformers on {len(bench.asked)} requests")
         bench.refer()
-        verdicts = [_judge(bench, case, plan, announce) for case in cases]
+        verdicts = []
+        for case in cases:
+            verdicts.append(_judge(bench, case, plan, announce))
+            if (found := verdicts[-1].difference) is not None:  # at once: a large model takes long to the end
+                console.print(str(found), style="red", markup=False, highlight=False, soft_wrap=True)
         seen, losses = [], []
         if fault is None:
             announce("sampling options")

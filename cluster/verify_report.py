@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.verify import holds
+from cluster.verify import Difference, holds
 
 MOST_FAILURES = 10
 
@@ -27,11 +27,8 @@ def show(figures: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for verdict in [v for v in figures["verdicts"] if v["difference"]][:MOST_FAILURES]:
-        where = verdict["difference"]
-        console.print(
-            f"differs: {where['case']}: request {where['request']}, output token {where['position']}: {where['what']}",
-            style="red", markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        where = Difference(**verdict["difference"])
+        console.print(str(where), style="red", markup=False, highlight=False, soft_wrap=True)
     if figures["num_failed"] > MOST_FAILURES:
         console.print(f"... and {figures['num_failed'] - MOST_FAILURES} more combinations")
     if figures["lossy"]:

@@ -75,6 +75,7 @@ def test_a_planted_fault_is_found_and_named(
     assert first["case"] == "default" and "differs: default: request" in result.stdout
     assert "instead of" in first["what"] or "log-probability of token" in first["what"]
     assert first["position"] < verify.COUNT
+    assert result.stderr.index("differs: default: request") < result.stderr.index("3/"), "said when it is found"
 
 
 def test_unusable_arguments_exit_2() -> None:
