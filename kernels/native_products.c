@@ -36,10 +36,11 @@ INLINE vf code4(vu word, int j)
 INLINE vf code8(vu word, int j) { return __builtin_convertvector((vi)(word << (24 - 8 * j)) >> 24, vf); }
 
 /* 16 outputs of ROWS rows. codes [blocks][BITS][16] words of 32 / BITS codes; scale, least [blocks][16] fp16;
- * sums [ROWS][blocks] of x's blocks. */
+ * sums [blocks][apart] of x's blocks, ROWS of each. */
 INLINE void product(int bits, int rows, long blocks, const uint32_t *codes, const uint16_t *scale,
-                    const uint16_t *least, const float *x, long x_stride, const float *sums, vf *acc)
+                    const uint16_t *least, const float *x, long x_stride, const float *sums, long apart, vf *out)
 {
+    vf acc[8];
     const int chains = rows == 1 ? 4 : rows == 2 ? 2 : 1; /* sums under way at once: one alone waits for itself */
     for (int r = 0; r < rows; r++)
         acc[r] = all(0);
@@ -71,17 +72,20 @@ INLINE void product(int bits, int rows, long blocks, const uint32_t *codes, cons
             vf m = halves(least + b * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
-                acc[r] += m * sums[r * blocks + b];
+                acc[r] += m * sums[b * apart + r];
         }
     }
+    for (int r = 0; r < rows; r++)
+        out[r] = acc[r];
 }
 
 /* The same from activations of 8 bits: sums of whole numbers are exact, so a row's result has the same bits in every
  * step. x [ROWS][in] in the order of ``quantized``; sums of its blocks. Needs VNNI. */
 INLINE void product_of_codes(int bits, int rows, long blocks, const uint32_t *codes, const uint16_t *scale,
-                             const uint16_t *least, const int8_t *x, long x_stride, const float *sums, vf *acc)
+                             const uint16_t *least, const int8_t *x, long x_stride, const float *sums, long apart, vf *out)
 {
 #if defined(__AVX512VNNI__)
+    vf acc[8];
     for (int r = 0; r < rows; r++)
         acc[r] = all(0);
     for (long b = 0; b < blocks; b++) {
@@ -104,13 +108,17 @@ INLINE void product_of_codes(int bits, int rows, long blocks, const uint32_t *co
         }
         vf d = halves(scale + b * LANES), m = bits == 4 ? halves(least + b * LANES) : d * -128.0f;
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            acc[r] += d * (vf)_mm512_cvtepi32_ps(part[r]) + m * sums[r * blocks + b];
+        for (int r = 0; r < rows; r++) {
+            acc[r] += m * sums[b * apart + r];
+            acc[r] += d * (vf)_mm512_cvtepi32_ps(part[r]);
+        }
     }
-#else
-    (void)bits, (void)blocks, (void)codes, (void)scale, (void)least, (void)x, (void)x_stride, (void)sums;
     for (int r = 0; r < rows; r++)
-        acc[r] = all(NAN); /* ew_has_codes says that this can't be */
+        out[r] = acc[r];
+#else
+    (void)bits, (void)blocks, (void)codes, (void)scale, (void)least, (void)x, (void)x_stride, (void)sums, (void)apart;
+    for (int r = 0; r < rows; r++)
+        out[r] = all(NAN); /* ew_has_codes says that this can't be */
 #endif
 }
 
@@ -135,7 +143,7 @@ void norm_row(const float *x, const float *weight, float eps, long n, float *out
 
 /* One row to whole numbers from -127 to 127; returns its step. With 4-bit weights, each 8 are put as 0 2 4 6 1 3 5 7,
  * which is how their codes come out of a word. What is not finite becomes 0 and makes the step so too. Needs AVX-512. */
-static float quantized(const float *x, long n, int bits, int8_t *out, float *sums)
+static float quantized(const float *x, long n, int bits, int8_t *out, float *sums, long apart)
 {
     vf most = all(1e-12f), wrong = all(0);
     for (long i = 0; i < n; i += LANES) {
@@ -159,10 +167,10 @@ static float quantized(const float *x, long n, int bits, int8_t *out, float *sum
             sum = _mm512_add_epi32(sum, codes);
             _mm_storeu_si128((__m128i *)(out + i), bits == 8 ? bytes : _mm_shuffle_epi8(bytes, as_words));
         }
-        sums[b] = (float)_mm512_reduce_add_epi32(sum);
+        sums[b * apart] = (float)_mm512_reduce_add_epi32(sum);
     }
 #else
-    (void)bits, (void)out, (void)sums;
+    (void)bits, (void)out, (void)sums, (void)apart;
 #endif
     return largest / 127.0f + total(wrong);
 }
@@ -170,8 +178,8 @@ static float quantized(const float *x, long n, int bits, int8_t *out, float *sum
 /* A product with its rows made ready. */
 typedef struct {
     Product p;
-    long blocks;
-    float *sums;  /* [rows][blocks] of x's blocks */
+    long blocks, apart; /* = rows */
+    float *sums;  /* [blocks][rows] of x's blocks */
     float *steps; /* [rows] of quantized rows */
     float *normed;
     int8_t *quantized; /* in the place of ``normed``'s end; 0: x stays as it is */
@@ -181,7 +189,7 @@ static Ready ready(const Product *p)
 {
     long rows = p->rows, in = p->w->in, blocks = in / BLOCK;
     float *steps = p->scratch + rows * blocks, *normed = steps + rows;
-    Ready made = {*p, blocks, p->scratch, steps, normed, p->quantizes ? (int8_t *)(normed + rows * in) : 0};
+    Ready made = {*p, blocks, rows, p->scratch, steps, normed, p->quantizes ? (int8_t *)(normed + rows * in) : 0};
     if (p->norm)
         made.p.x = normed;
     return made;
@@ -191,17 +199,17 @@ static void ready_row(const Ready *to, const Product *p, long r)
 {
     long in = p->w->in;
     const float *x = p->x + r * in;
-    float *sums = to->sums + r * to->blocks;
+    float *sums = to->sums + r;
     if (p->norm) {
         norm_row(x, p->norm, p->eps, in, to->normed + r * in);
         x = to->normed + r * in;
     }
     if (p->quantizes) {
-        to->steps[r] = quantized(x, in, p->w->bits, to->quantized + r * in, sums);
+        to->steps[r] = quantized(x, in, p->w->bits, to->quantized + r * in, sums, p->rows);
         return;
     }
     for (long b = 0; b < to->blocks; b++)
-        sums[b] = total(load(x + b * BLOCK) + load(x + b * BLOCK + LANES));
+        sums[b * p->rows] = total(load(x + b * BLOCK) + load(x + b * BLOCK + LANES));
 }
 
 #define FEW(bits, rows)                                                                                                \
@@ -211,13 +219,13 @@ static void ready_row(const Ready *to, const Product *p, long r)
         long blocks = to->blocks, at = group * blocks * LANES;                                                         \
         const uint32_t *codes = w->codes + at * bits;                                                                  \
         const uint16_t *scale = w->scale + at, *least = w->least + at;                                                 \
-        const float *sums = to->sums + row * blocks;                                                                   \
+        const float *sums = to->sums + row;                                                                            \
         if (!to->quantized) {                                                                                          \
-            product(bits, rows, blocks, codes, scale, least, to->p.x + row * w->in, w->in, sums, acc);                 \
+            product(bits, rows, blocks, codes, scale, least, to->p.x + row * w->in, w->in, sums, to->apart, acc);      \
             return;                                                                                                    \
         }                                                                                                              \
         const int8_t *x = to->quantized + row * w->in;                                                                 \
-        product_of_codes(bits, rows, blocks, codes, scale, least, x, w->in, sums, acc);                                \
+        product_of_codes(bits, rows, blocks, codes, scale, least, x, w->in, sums, to->apart, acc);                     \
         for (long r = 0; r < rows; r++)                                                                                \
             acc[r] *= to->steps[row + r];                                                                              \
     }
