@@ -13,74 +13,25 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from kernels import native
-from kernels.blocks import BLOCK, Blocks
+from kernels.blocks import Blocks
 from kernels.interface import AttentionMeta, AttentionShape, LayerKV, LayerWeights, Stream
-from kernels.native_structs import Layer, Matrix, Plan, Product, Rows, Shape, at
+from kernels.native_blocks import LANES, Arena, Packed, pack
+from kernels.native_structs import Layer, Plan, Product, Rows, Shape, at
 from kernels.reference import TorchOps
 
 FEW_ROWS = 32
 """Up to so many rows are multiplied from blocks."""
-LANES = 16
 MANY_ROWS = 1 << 30
 SPLIT = 64
 """Keys per split of a single token's context, as in ``native_attention.c``."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 24
 """Query heads that share a KV head."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Blocks in the order that ``native.c`` reads: sixteen outputs side by side, one in each lane of a vector; a lane's
-    32-bit word holds 8 codes of 4 bits, or 4 of 8. codes int32 [out / 16, in / 32, bits, 16]; scale, least fp16
-    [out / 16, in / 32, 16]."""
-
-    bits: int
-    codes: torch.Tensor
-    scale: torch.Tensor
-    least: torch.Tensor | None
-
-    @cached_property
-    def matrix(self) -> Matrix:
-        wide = self.codes.shape[1] * BLOCK
-        return Matrix(at(self.codes), at(self.scale), at(self.least), wide, self.num_outputs, self.bits)
-
-    @property
-    def num_outputs(self) -> int:
-        return self.codes.shape[0] * LANES
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.codes, self.scale, self.least) if t is not None)
-
-
-def pack(blocks: Blocks) -> Packed | None:
-    """None where outputs don't fill vectors."""
-    out, wide = blocks.codes.shape
-    if out % LANES or wide % BLOCK:
-        return None
-    per_word = 32 // blocks.bits
-    words = np.zeros((out, wide // per_word), np.uint32)
-    codes = blocks.codes.view(np.uint8).reshape(out, -1, per_word)
-    for j in range(per_word):
-        words |= codes[:, :, j].astype(np.uint32) << np.uint32(blocks.bits * j)
-    lanes = words.reshape(out // LANES, LANES, wide // BLOCK, blocks.bits).transpose(0, 2, 3, 1)
-
-    def halves(values: np.ndarray) -> torch.Tensor:
-        grouped = values.reshape(out // LANES, LANES, wide // BLOCK).transpose(0, 2, 1)
-        return torch.from_numpy(np.ascontiguousarray(grouped, np.float16))
-
-    least = None if blocks.least is None else halves(blocks.least)
-    return Packed(
-        blocks.bits, torch.from_numpy(np.ascontiguousarray(lanes).view(np.int32)), halves(blocks.scale), least
-    )
 
 
 @dataclass
@@ -123,6 +74,7 @@ class NativeOps(TorchOps):
             raise found
         self._native = found
         self._packed: dict[torch.Tensor, Packed] = {}
+        self._arena = Arena()
         self._quantizes = quantizes
         self._most_rows = MANY_ROWS if quantizes else FEW_ROWS
         """That are multiplied from blocks."""
@@ -132,14 +84,14 @@ class NativeOps(TorchOps):
     def prepare_blocks(self, role: str, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """As ``prepare``; steps of few rows will read ``blocks``, which hold the same numbers."""
         ready = self.prepare(role, weight)
-        if (packed := pack(blocks)) is not None:
+        if (packed := pack(blocks, self._arena)) is not None:
             self._packed[ready] = packed
         return ready
 
     def adopt(self, blocks: Blocks) -> torch.Tensor | None:
         """Keeps the blocks alone; what is returned stands for the weight in the calls of this object. None where they
         can't be packed."""
-        packed = pack(blocks)
+        packed = pack(blocks, self._arena)
         if packed is None:
             return None
         self._packed[packed.codes] = packed

@@ -16,7 +16,8 @@ from kernels import native, native_ops
 from kernels.blocks import Blocks
 from kernels.dispatch import OPERATIONS, Dispatch
 from kernels.interface import AttentionShape, LayerKV, Stream
-from kernels.native_ops import NativeOps, pack
+from kernels.native_blocks import Arena, pack
+from kernels.native_ops import NativeOps
 from kernels.reference import TorchOps
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_products_from_blocks(ops: NativeOps, bits: int, out: int, wide: int, ro
 
 def test_blocks_that_do_not_fill_vectors_are_left_to_torch(ops: NativeOps) -> None:
     blocks, weight = random_blocks(4, 24, 64)
-    assert pack(blocks) is None
+    assert pack(blocks, Arena()) is None
     got = ops.linear_add(torch.ones(2, 64), ops.prepare_blocks("o", weight, blocks), Stream(torch.zeros(2, 24)), weight)
     torch.testing.assert_close(got.h[0], weight.sum(1), atol=1e-4, rtol=1e-4)
 
@@ -191,3 +192,14 @@ def test_the_first_of_the_largest(ops: NativeOps, width: int) -> None:
     expected = x.numpy().argmax(1)
     assert all(int(where[i]) == expected[i] for i in range(40) if not x[i].isnan().any())
     assert torch.equal(ops.largest(x[:, : width // 2 + 1])[0], ops.largest(x[:, : width // 2 + 1].clone())[0])
+
+
+def test_an_arena_keeps_arrays_apart() -> None:
+    arena, rng = Arena(), np.random.default_rng(1)
+    arrays = [
+        rng.integers(0, 99, size).astype(kind)
+        for size, kind in [(7, "i4"), ((3, 5), "f2"), (70 << 20, "i1"), (9, "i4")]
+    ]
+    kept = [arena.keep(array) for array in arrays]
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(arrays, kept, strict=True))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
