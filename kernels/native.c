@@ -1,13 +1,13 @@
 /* The operations of a decoder layer on a CPU, fp32, as Python calls them: one by one, or a stack of layers at once.
  *
- * Threads are those of the calling thread's OpenMP; a call is one parallel region.
- * A layer does the same to the same numbers either way, so both ways give the same bits.
+ * Threads are those of the calling thread's OpenMP; a call is one parallel region. A layer does the same to the same
+ * numbers either way, so both ways give the same bits.
  */
 #include "native.h"
 
 #define SPINS 1000 /* looks (25 us) before a thread sleeps: longer than most pieces, short beside a time slice */
 
-/* --- teams --------------------------------------------------------------------------------------------------------- */
+/* --- teams -------------------------------------------------------------------------------------------------------- */
 
 void form(Team *team)
 {
@@ -84,7 +84,7 @@ long next(Worker *worker, long total, long step)
     return -1;
 }
 
-/* --- one by one ------------------------------------------------------------------------------------------------------ */
+/* --- one by one --------------------------------------------------------------------------------------------------- */
 
 int ew_has_codes(void)
 {
@@ -170,7 +170,7 @@ void ew_attention(const Shape *shape, const Plan *plan, const float *q_norm, con
     disband(&team);
 }
 
-/* --- a stack of layers ----------------------------------------------------------------------------------------------- */
+/* --- a stack of layers -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const float *input_norm, *post_norm, *q_norm, *k_norm, *qkv_bias;

@@ -1,5 +1,5 @@
-/* What the kernels of a CPU share: vectors, teams of threads, and what Python hands over (``native_layers.py`` has the same
- * structures).
+/* What the kernels of a CPU share: vectors, teams of threads, and what Python hands over (``native_structs.py`` has the
+ * same structures).
  *
  * Vectors are 16 floats wide in GCC's own notation; the compiler makes of them what the machine has. No fast-math: what
  * is not finite must stay so, because that is how a fault is found.
@@ -16,7 +16,7 @@
 #endif
 
 #define LANES 16
-#define BLOCK 32      /* weights that share a scale */
+#define BLOCK 32 /* weights that share a scale */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(64)));
@@ -66,7 +66,7 @@ INLINE vf exp_of(vf x)
     return scaled + over;
 }
 
-/* --- teams --------------------------------------------------------------------------------------------------------- */
+/* --- teams -------------------------------------------------------------------------------------------------------- */
 
 /* The threads of one parallel region, which go from stage to stage. A stage consists of pieces, and is over when each
  * is done, by whomever: a thread whose core is taken away, or that comes late, holds up the others by the piece in its
@@ -94,7 +94,7 @@ long next(Worker *worker, long total, long step);
 
 #define EACH(i, worker, total) for (long i; (i = next(worker, total, 1)) >= 0;)
 
-/* --- products ------------------------------------------------------------------------------------------------------ */
+/* --- products ----------------------------------------------------------------------------------------------------- */
 
 /* Blocks of BLOCK codes: [out / 16][in / 32][bits][16] words of 32 / bits codes; scale, least [out / 16][in / 32][16]
  * fp16; least 0 with 8 bits. */
@@ -120,7 +120,7 @@ typedef struct {
 void multiply(Worker *worker, const Product *p);
 void norm_row(const float *x, const float *weight, float eps, long n, float *out);
 
-/* --- attention ----------------------------------------------------------------------------------------------------- */
+/* --- attention ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     long heads, kv_heads, dim, page_size;
@@ -138,7 +138,7 @@ typedef struct {
     const int64_t *slots;        /* [tokens] */
     const int32_t *splits;       /* [requests + 1]: before each, how many splits requests with one new token have */
     const float *cosine, *sine;  /* [max_position][dim / 2] */
-    float *keys;                 /* room for the longest context of a request with several new tokens, rounded up to 16 */
+    float *keys;                 /* the longest context of a request with several new tokens, rounded up to 16 */
     float *partials;             /* [splits][heads][dim + 2] */
 } Plan;
 

@@ -73,7 +73,7 @@ INLINE float weigh(float *s, long n, float *most, float *sum)
     return keep;
 }
 
-/* --- one new token -------------------------------------------------------------------------------------------------- */
+/* --- one new token ------------------------------------------------------------------------------------------------ */
 
 /* A stretch of a context: where its tokens lie, in floats from the first one's key or value of a page's first head. */
 typedef struct {
@@ -268,7 +268,8 @@ static void attend_singles(Worker *worker, const Shape *shape, const Plan *plan,
         for (long end = item + step < items ? item + step : items; item < end;) {
             while (item >= plan->splits[request + 1])
                 request++;
-            long first = plan->splits[request], until = plan->splits[request + 1] < end ? plan->splits[request + 1] : end;
+            long first = plan->splits[request], until = plan->splits[request + 1];
+            until = until < end ? until : end;
             const int32_t *pages = plan->table + request * plan->table_width;
             Context ks = {k, pages, shape->token_stride, shape->page_size};
             Context vs = {v, pages, shape->token_stride, shape->page_size};
@@ -284,7 +285,7 @@ static void attend_singles(Worker *worker, const Shape *shape, const Plan *plan,
     }
 }
 
-/* --- several new tokens ---------------------------------------------------------------------------------------------- */
+/* --- several new tokens ------------------------------------------------------------------------------------------- */
 
 /* Several new tokens of one request, in blocks of at most ROWS rows (a token's heads that share a KV head are as many
  * rows). Keys are transposed first: [kv_heads][tiles of 16 keys][dim][16]. */

@@ -1,7 +1,7 @@
 /* Products of block-quantized weights. */
 #include "native.h"
 
-#define AHEAD 16        /* blocks that are called for while one is multiplied: the machine's own guess starts too late */
+#define AHEAD 16        /* blocks that are called for while one is multiplied: the machine itself starts too late */
 #define MOST_AT_ONCE 16 /* groups of outputs that a thread claims, */
 #define MANY 32         /* of more rows than these only one */
 
@@ -82,7 +82,8 @@ INLINE void product(int bits, int rows, long blocks, const uint32_t *codes, cons
 /* The same from activations of 8 bits: sums of whole numbers are exact, so a row's result has the same bits in every
  * step. x [ROWS][in] in the order of ``quantized``; sums of its blocks. Needs VNNI. */
 INLINE void product_of_codes(int bits, int rows, long blocks, const uint32_t *codes, const uint16_t *scale,
-                             const uint16_t *least, const int8_t *x, long x_stride, const float *sums, long apart, vf *out)
+                             const uint16_t *least, const int8_t *x, long x_stride, const float *sums, long apart,
+                             vf *out)
 {
 #if defined(__AVX512VNNI__)
     vf acc[8];
@@ -142,7 +143,7 @@ void norm_row(const float *x, const float *weight, float eps, long n, float *out
 }
 
 /* One row to whole numbers from -127 to 127; returns its step. With 4-bit weights, each 8 are put as 0 2 4 6 1 3 5 7,
- * which is how their codes come out of a word. What is not finite becomes 0 and makes the step so too. Needs AVX-512. */
+ * which is how their codes come out of a word. What is not finite becomes 0 and makes the step so too. Needs VNNI. */
 static float quantized(const float *x, long n, int bits, int8_t *out, float *sums, long apart)
 {
     vf most = all(1e-12f), wrong = all(0);
