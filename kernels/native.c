@@ -185,7 +185,7 @@ typedef struct {
     float *mixed;        /* [tokens][heads][dim] */
     float *gated;        /* [tokens][intermediate] */
     float *scratch;      /* 2 * tokens * the longest input of a product */
-    const int64_t *rows; /* [num_rows]: after the last KV write only these go on; 0: all */
+    const int64_t *rows; /* [num_rows]: after the last layer's attention only these go on; all where out is h */
     long num_rows;
     float *out; /* [num_rows][hidden] of those */
     int quantizes;
@@ -208,12 +208,12 @@ static void pass(Worker *worker, const Layer *l, const Shape *shape, const Plan 
     multiply(worker, &qkv);
     place(worker, shape, plan, l->q_norm, l->k_norm, rows->qkv, l->k, l->v);
     attend(worker, shape, plan, rows->qkv, l->k, l->v, mixed);
-    if (last && rows->rows) {
+    if (last && rows->out != rows->h) {
         if (!rows->num_rows)
             return;
         pick(worker, h, l->qkv.in, rows, rows->out);
-            pick(worker, mixed, l->o.in, rows, rows->qkv); /* whose content was used up */
-            h = rows->out, mixed = rows->qkv, base.rows = rows->num_rows;
+        pick(worker, mixed, l->o.in, rows, rows->qkv); /* whose content was used up */
+        h = rows->out, mixed = rows->qkv, base.rows = rows->num_rows;
     }
     Product o = base, gate_up = base, down = base;
     o.w = &l->o, o.x = mixed, o.residual = h, o.y = h;

@@ -10,6 +10,7 @@ the same as operation by operation, bit for bit.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -44,14 +45,15 @@ class StepPlan:
 
 @dataclass
 class Stack:
-    """A decoder's layers over its pages, as ``native.c`` reads them, and columns of what they hand on."""
+    """A decoder's layers over its pages, as ``native.c`` reads them (None: they can't be), and columns of what
+    they hand on."""
 
     weights: Sequence[LayerWeights]
     kv: Sequence[LayerKV]
     layers: Any
-    qkv: int
-    mixed: int
-    gated: int
+    qkv: int = 0
+    mixed: int = 0
+    gated: int = 0
 
 
 class NativeOps(TorchOps):
@@ -79,7 +81,8 @@ class NativeOps(TorchOps):
         self._most_rows = MANY_ROWS if quantizes else FEW_ROWS
         """That are multiplied from blocks."""
         self._rooms: dict[str, torch.Tensor] = {}
-        self._stack: Stack | None = None
+        self._stacks: deque[Stack] = deque(maxlen=2)
+        """Of the last callers: a decoder and one that drafts for it take turns."""
 
     def prepare_blocks(self, role: str, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """As ``prepare``; steps of few rows will read ``blocks``, which hold the same numbers."""
@@ -173,6 +176,8 @@ class NativeOps(TorchOps):
     ) -> torch.Tensor:
         tokens = qkv.shape[0]
         out = torch.empty(tokens, shape.num_heads * shape.head_dim)
+        if not tokens:
+            return out
         plan, sizes = self._plan(tokens, meta, shape, cos, sin), _shape(shape, kv, meta.page_size)
         self._native.ew_attention(
             byref(sizes), byref(plan), at(q_norm), at(k_norm), at(qkv), at(kv.k), at(kv.v), at(out)
@@ -197,7 +202,7 @@ class NativeOps(TorchOps):
         """Implements ``kernels.interface.WholeLayers``; None where a product is not multiplied from blocks."""
         tokens, hidden = x.h.shape
         num_rows = tokens if rows is None else len(rows)
-        stack = self._stacked(weights, kv) if num_rows <= tokens <= self._most_rows else None
+        stack = self._stacked(weights, kv) if 0 < tokens <= self._most_rows and num_rows <= tokens else None
         if stack is None:
             return None
         out = x.h if rows is None else torch.empty(num_rows, hidden)
@@ -212,22 +217,28 @@ class NativeOps(TorchOps):
         return Stream(out)
 
     def _stacked(self, weights: Sequence[LayerWeights], kv: Sequence[LayerKV]) -> Stack | None:
-        """Remembers the last."""
-        if self._stack is not None and self._stack.weights is weights and self._stack.kv is kv:
-            return self._stack
+        """None where a product is not multiplied from blocks."""
+        for stack in self._stacks:
+            if stack.weights is weights and stack.kv is kv:
+                break
+        else:
+            stack = self._stack(weights, kv)
+            self._stacks.append(stack)
+        return stack if stack.layers is not None else None
+
+    def _stack(self, weights: Sequence[LayerWeights], kv: Sequence[LayerKV]) -> Stack:
         layers = (Layer * len(weights))()
         for to, w, pages in zip(layers, weights, kv, strict=True):
             for name in ("qkv", "o", "gate_up", "down"):
                 packed = self._packed.get(getattr(w, name))
                 if packed is None or (name == "gate_up" and packed.num_outputs % (2 * LANES)):
-                    return None
+                    return Stack(weights, kv, None)
                 setattr(to, name, packed.matrix)
             for name in ("input_norm", "post_norm", "q_norm", "k_norm", "qkv_bias"):
                 setattr(to, name, at(getattr(w, name)))
             to.k, to.v = at(pages.k), at(pages.v)
         first = layers[0]
-        self._stack = Stack(weights, kv, layers, first.qkv.out, first.o.wide, first.down.wide)
-        return self._stack
+        return Stack(weights, kv, layers, first.qkv.out, first.o.wide, first.down.wide)
 
     def _few(self, x: torch.Tensor, weight: torch.Tensor) -> Packed | None:
         return self._packed.get(weight) if x.shape[0] <= self._most_rows else None

@@ -20,8 +20,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
-_BLOCK = 154
-"""A run of 309 digits, the shortest without an exponent that no double holds, covers a whole block of so many bytes."""
+_BLOCK = 105
+"""A number with an exponent below 100 that no double holds has at least 210 digits in a row, which cover a whole block
+of so many bytes wherever they stand."""
 
 
 class ClientGone(Exception):

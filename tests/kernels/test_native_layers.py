@@ -104,6 +104,23 @@ def test_layers_in_one_call_are_the_operations_one_by_one(ops: NativeOps, step: 
     assert calls == ["ew_layers"] * 4
 
 
+def test_where_nothing_is_sampled_the_last_layer_ends_with_its_keys_and_values(ops: NativeOps) -> None:  # noqa: F811
+    decoder = make_decoder(tiny_config(num_layers=1), ops, 4)
+    step = Step(decoder.config, STEPS["chunk"])
+    step.run(decoder, None)
+    gated = ops._room("gated", 1)
+    gated.fill_(-7.0)
+    step.run(decoder, [])
+    assert (gated == -7.0).all(), "its gates were computed for nobody"
+    step.run(decoder, [0])
+    assert not (gated == -7.0).all()
+
+
+def test_no_token_at_all(ops: NativeOps) -> None:  # noqa: F811
+    decoder = make_decoder(tiny_config(), ops, 4)
+    assert len(Step(decoder.config, [(8, 0)]).run(decoder, None)[0]) == 0
+
+
 def count_calls(ops: NativeOps) -> list[str]:  # noqa: F811
     """What is called from now on, of whole layers."""
     library, calls = ops._native, []

@@ -140,10 +140,11 @@ async def test_numbers_that_no_double_holds(number: bytes) -> None:
         assert response.json()["metadata"] == {"a": 1e300}
 
 
-async def test_a_number_too_large_is_found_wherever_it_stands() -> None:
+@pytest.mark.parametrize("number", [b"9" * 309 + b".0", b"9" * 210 + b"e99", b"-" + b"9" * 215 + b".5E+94"])
+async def test_a_number_too_large_is_found_wherever_it_stands(number: bytes) -> None:
     async with asgi_client(fake := backend()) as client:
         for at in range(0, 330, 7):
-            body = b'{"prompt":"%s","metadata":{"a":%s.0}}' % (b"x" * at, b"9" * 309)
+            body = b'{"prompt":"%s","metadata":{"a":%s}}' % (b"x" * at, number)
             assert "range of a double" in error_of(await client.post("/v1/completions", content=body), 400)["message"]
         assert not fake.jobs
 
