@@ -80,6 +80,10 @@ def chat(
     raise typer.Exit(converse(url, keys, system, temperature, max_tokens, Console()))
 
 
+VERIFY_WIDTH = 110
+"""Columns of what verify writes to a file: rich would cut its tables at 80."""
+
+
 @app.command(epilog="Example: everwarm verify --model ./my-model --quick --json verified.json")
 def verify(
     model: Annotated[str | None, typer.Option(help="As in serve; none: the embedded default.")] = None,
@@ -99,7 +103,8 @@ def verify(
         figures = run(model, Console(stderr=True), quick=quick, dtype=dtype, fault=inject)
     except (UnknownModel, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    show(figures, Console())
+    console = Console()
+    show(figures, console if console.is_terminal else Console(width=VERIFY_WIDTH))
     bench.report(figures, UNITS, json_path)
     raise typer.Exit(0 if holds(figures) else 1)
 

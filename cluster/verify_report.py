@@ -47,7 +47,9 @@ def show(figures: dict[str, Any], console: Console) -> None:
     if ties := sum(verdict["ties"] for verdict in figures["verdicts"]):
         console.print(f"ties: {ties} sequences were compared up to a token of which transformers was undecided")
     if holds(figures):
-        console.print(f"all exact options agree with transformers (within {figures['tolerance']})", style="green")
+        worst = max(verdict["worst"] for verdict in figures["verdicts"])
+        said = f"all exact options agree with transformers (within {figures['tolerance']}; the worst {worst:.1e})"
+        console.print(said, style="green", highlight=False)
 
 
 def _options(figures: dict[str, Any]) -> Table:
