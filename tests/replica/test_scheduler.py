@@ -156,15 +156,20 @@ def test_priority_runs_first_and_ageing_bounds_how_long_it_overtakes() -> None:
 
 
 def test_short_prompts_slip_in_beside_a_long_one() -> None:
-    harness = Harness(chunk_size=64, max_batch_size=16, max_num_pages=600)
-    long = harness.submit(prompt_of(2000), max_tokens=2)
+    harness = Harness(chunk_size=64, max_batch_size=16, max_num_pages=1200)
+    streams = [harness.submit(prompt_of(10, seed=50 + i), max_tokens=200) for i in range(2)]
+    run_until(harness, lambda: all(harness.outputs[s].ids for s in streams))
+    long = harness.submit(prompt_of(4000), max_tokens=2)
     harness.step(3)
     later_long = harness.submit(prompt_of(1500, seed=1), max_tokens=2)
     harness.step(3)
-    shorts = [harness.submit(prompt_of(20, seed=i), max_tokens=2) for i in range(4)]
+    told = [len(harness.outputs[s].ids) for s in streams]
+    shorts = [harness.submit(prompt_of(20, seed=i), max_tokens=2) for i in range(10)]
     steps = run_until(harness, lambda: all(harness.outputs[s].ids for s in shorts))
     assert steps <= 5 + 1, "each starts within five steps; one more to read the last back"
     assert not harness.outputs[long].ids and not harness.outputs[later_long].ids
+    got = [len(harness.outputs[s].ids) - before for s, before in zip(streams, told, strict=True)]
+    assert min(got) >= steps - 1, "who decodes gets a token in every step meanwhile"
     harness.finish()
 
 
