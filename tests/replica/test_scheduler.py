@@ -156,7 +156,7 @@ def test_priority_runs_first_and_ageing_bounds_how_long_it_overtakes() -> None:
 
 
 def test_short_prompts_slip_in_beside_a_long_one() -> None:
-    harness = Harness(chunk_size=64, max_batch_size=16, max_num_pages=1200)
+    harness = Harness(chunk_size=256, max_batch_size=16, max_num_pages=1200)
     streams = [harness.submit(prompt_of(10, seed=50 + i), max_tokens=200) for i in range(2)]
     run_until(harness, lambda: all(harness.outputs[s].ids for s in streams))
     long = harness.submit(prompt_of(4000), max_tokens=2)
