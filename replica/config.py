@@ -75,11 +75,12 @@ class EngineConfig(BaseModel):
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
-    """Most tokens of a step, at least max_batch_size; auto: 512-2048 on a GPU by the model's size, twice as many (at
-    most 2048) while few decode; 512 on a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice,
-    products of 256 rows are slower)."""
+    """Most tokens of a step, at least max_batch_size; auto: on a GPU 4096 while few decode, otherwise 2048 with less
+    than 6 GB of weights, 768 with less than 20, and with more 1024 and 512; 512 on a CPU, where 256 would cost 8-13 %
+    of the prefill rate (weights are read twice, products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
-    """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk."""
+    """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk, at most
+    1024."""
     itl_target_ms: Annotated[Annotated[float, Field(gt=0)] | Literal["off"], BeforeValidator(_spell_off)] = "off"
     """Tokens of a step while others decode: as many as fit into this time, by the step times measured so far."""
     ageing_s: float = Field(5.0, gt=0)
@@ -233,6 +234,11 @@ class ResolvedConfig:
 
 MOST_CAPTURED = 2048
 """Tokens of the largest step that a GPU replays from a graph."""
+STEPS = ((6e9, 4096, 2048), (2e10, 4096, 768), (float("inf"), 1024, 512))
+"""Weights of less than so many bytes: tokens of a step on a GPU while few decode, and otherwise. On an H200 with 16 GB
+of weights a step of 4096 tokens takes 0.1 s and one of 768 18 ms (docs/performance.md)."""
+MOST_OF_A_LONG_ONE = 1024
+"""Of a prompt in one step while shorter ones wait, unless more is asked for."""
 KV_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 _PASSED_ON = (
     "quantization", "kv_cache_paging", "page_size", "host_cache_gb", "canary", "scheduler", "max_prefill_batch",
@@ -340,17 +346,18 @@ def _resolve_budget(
             f"chunk_size: {out['chunk_size']} is below max_batch_size {out['max_batch_size']}; "
             "every running request needs one token a step"
         )
-    half = max(1, out["chunk_size"] // 2)
-    pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], "half the chunk")
+    half = min(max(1, out["chunk_size"] // 2), MOST_OF_A_LONG_ONE)
+    reason = f"half the chunk, at most {MOST_OF_A_LONG_ONE}"
+    pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], reason)
 
 
 def _resolve_chunk(config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], pick: Any) -> None:
-    busy, reason = 512, "by device and model size, at least max_batch_size"
+    most, busy, reason = 512, 512, "by device and model size, at least max_batch_size"
     if cuda:
-        busy = 2048 if model.weight_bytes < 6e9 else 1024 if model.weight_bytes < 2e10 else 512
-        reason = f"{busy} {reason}; twice as many while few decode"
+        most, busy = next(steps for limit, *steps in STEPS if model.weight_bytes < limit)
+        reason = f"{reason}, while few decode; {busy} otherwise"
     busy = max(busy, out["max_batch_size"])
-    most = max(busy, min(2 * busy, MOST_CAPTURED)) if cuda else busy
+    most = max(most, busy)
     if out["itl_target_ms"] is not None:
         most, reason = max(busy, MOST_CAPTURED), "the most of a step; itl_target_ms decides how much of it"
     pick("chunk_size", most, reason)

@@ -28,11 +28,13 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
 def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
     assert (config.dtype, config.max_batch_size, config.itl_target_ms) == ("bfloat16", 256, None)
-    assert (config.chunk_size, config.busy_chunk_size) == (2048, 1024)
+    assert (config.chunk_size, config.busy_chunk_size, config.long_prefill_tokens) == (4096, 768, 1024)
     asked = resolve(EngineConfig(chunk_size=1536), LARGE, H200)
-    assert (asked.chunk_size, asked.busy_chunk_size) == (1536, 1536), "a size asked for is kept"
+    assert (asked.chunk_size, asked.busy_chunk_size, asked.long_prefill_tokens) == (1536, 1536, 768)
     small = resolve(EngineConfig(), SMALL, H200)
-    assert (small.chunk_size, small.busy_chunk_size) == (2048, 2048)
+    assert (small.chunk_size, small.busy_chunk_size) == (4096, 2048)
+    huge = resolve(EngineConfig(), dataclasses.replace(LARGE, weight_bytes=int(6e10)), H200)
+    assert (huge.chunk_size, huge.busy_chunk_size, huge.long_prefill_tokens) == (1024, 512, 512)
     aimed = resolve(EngineConfig(itl_target_ms=40), LARGE, H200)
     assert (aimed.chunk_size, aimed.itl_target_ms) == (2048, 40.0) and "itl_target_ms" in aimed.reasons["chunk_size"]
     page = 2 * 36 * 8 * 128 * 2 * 16
