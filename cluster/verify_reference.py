@@ -58,32 +58,61 @@ def workload(vocab_size: int, count: int, seed: int = 0) -> list[Asked]:
     return [*(Asked(p, count) for p in greedy), *(Asked(p, count, 100 + i) for i, p in enumerate(drawn)), *few]
 
 
+class Steps:
+    """transformers' ``model`` a token at a time, with its own cache."""
+
+    def __init__(self, model: Any, prompt: tuple[int, ...]) -> None:
+        self._model, self._cache = model, None
+        self._device = next(model.parameters()).device
+        # Its name changes in transformers 5.2x.
+        self._keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._tokens = list(prompt)
+
+    def logprobs(self) -> torch.Tensor:
+        """fp32 [vocab] of the token that comes next."""
+        tokens = torch.tensor([self._tokens], device=self._device)
+        out = self._model(input_ids=tokens, use_cache=True, **{self._keyword: self._cache})
+        self._cache = out[self._keyword]
+        return torch.log_softmax(out.logits[0, -1].float().cpu(), -1)
+
+    def append(self, token: int) -> None:
+        self._tokens = [token]
+
+
 def expect(model: Any, asked: Asked) -> Expected:
-    """transformers' ``model`` on one request, with its own cache."""
-    device = next(model.parameters()).device
-    tokens, cache = torch.tensor([asked.prompt], device=device), None
-    # Its name changes in transformers 5.2x.
-    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """transformers' ``model`` on one request."""
+    steps = Steps(model, asked.prompt)
     only = torch.tensor(asked.only, dtype=torch.int64)
     ids: list[int] = []
     rows: list[torch.Tensor] = []
     margin: list[float] = []
     with torch.inference_mode():
         for step in range(asked.count):
-            out = model(input_ids=tokens, use_cache=True, **{keyword: cache})
-            cache = out[keyword]
-            logits = out.logits[0, -1].float().cpu()
-            rows.append(torch.log_softmax(logits, -1))
+            rows.append(steps.logprobs())
             scores = rows[-1]
             if asked.seed is not None:
-                scores = scores + _noise(asked.seed, len(asked.prompt) + step, len(logits))
+                scores = scores + _noise(asked.seed, len(asked.prompt) + step, len(scores))
             if asked.only:
                 scores = torch.full_like(scores, float("-inf")).index_copy_(0, only, scores[only])
             best, at = scores.topk(2)
             ids.append(int(at[0]))
             margin.append(float(best[0] - best[1]))
-            tokens = torch.tensor([[ids[-1]]], device=device)
+            steps.append(ids[-1])
     return Expected(ids, torch.stack(rows), margin)
+
+
+def own_gaps(model: Any, asked: Asked, expected: Expected, top: int) -> torch.Tensor:
+    """By how much ``model``, given the expected tokens, differs from the expected log-probabilities: of each token and
+    of the ``top`` that it thinks likeliest, fp32 [count * (1 + top)]."""
+    steps = Steps(model, asked.prompt)
+    gaps = []
+    with torch.inference_mode():
+        for token, row in zip(expected.ids, expected.logprobs, strict=True):
+            own = steps.logprobs()
+            picked = torch.cat([torch.tensor([token]), own.topk(top).indices])
+            gaps.append((own - row)[picked].abs())
+            steps.append(token)
+    return torch.cat(gaps)
 
 
 def _noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:

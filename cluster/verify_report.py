@@ -31,6 +31,13 @@ def show(figures: dict[str, Any], console: Console) -> None:
         console.print(str(where), style="red", markup=False, highlight=False, soft_wrap=True)
     if figures["num_failed"] > MOST_FAILURES:
         console.print(f"... and {figures['num_failed'] - MOST_FAILURES} more combinations")
+    if figures["own_worst"]:
+        means = [verdict["mean"] for verdict in figures["verdicts"]]
+        console.print(
+            f"differences from float32: of transformers in {figures['dtype']} {figures['own_mean']:.1e} on average, "
+            f"{figures['own_worst']:.1e} at most; of ours up to {max(means):.1e} on average",
+            highlight=False,
+        )
     if figures["lossy"]:
         console.print(_lossy(figures))
         console.print(
@@ -48,7 +55,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
         console.print(f"ties: {ties} sequences were compared up to a token of which transformers was undecided")
     if holds(figures):
         worst = max(verdict["worst"] for verdict in figures["verdicts"])
-        said = f"all exact options agree with transformers (within {figures['tolerance']}; the worst {worst:.1e})"
+        said = f"all exact options agree with transformers (within {figures['tolerance']:.2g}; the worst {worst:.1e})"
         console.print(said, style="green", highlight=False)
 
 

@@ -78,6 +78,28 @@ def test_a_planted_fault_is_found_and_named(
     assert result.stderr.index("differs: default: request") < result.stderr.index("3/"), "said when it is found"
 
 
+def test_a_smaller_dtype_is_held_to_what_transformers_loses_in_it(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = str(save("Qwen3", tmp_path_factory.mktemp("rounded"))), screen()
+    monkeypatch.setattr(verify, "covering", lambda axes: verify_cases.every(axes)[:2])
+    monkeypatch.setattr(verify, "_losses", lambda *_: ())
+    figures = verify.run(path, screen(), quick=True, dtype="bfloat16", device="cpu")
+    assert figures["num_failed"] == 0, figures["first_difference"]
+    assert 0 < figures["own_mean"] < figures["own_worst"] == figures["tolerance"] / 4
+    for verdict in figures["verdicts"]:
+        assert verdict["values"] >= 6 * verdict["tokens"] > 0
+        assert 0.3 * figures["own_mean"] < verdict["mean"] <= 1.5 * figures["own_mean"]
+        assert verdict["worst"] <= figures["tolerance"]
+    verify_report.show(figures, out)
+    assert f"of transformers in bfloat16 {figures['own_mean']:.1e} on average" in out.file.getvalue()  # type: ignore[attr-defined]
+    assert verify.run(path, screen(), quick=True, dtype="bfloat16", device="cpu", fault="rope")["num_failed"] == 2
+    monkeypatch.setattr(verify, "limits_within", lambda worst, mean: verify.Limits(4 * worst, mean / 10, 2 * worst))
+    first = verify.run(path, screen(), quick=True, dtype="bfloat16", device="cpu")["first_difference"]
+    assert first["request"] is None and "on average" in first["what"]
+    assert "differs: default: log-probabilities are off" in str(verify.Difference(**first))
+
+
 def test_unusable_arguments_exit_2() -> None:
     for options in (["--dtype", "float16"], ["--inject", "nonsense"], ["--model", "/nowhere/at-all"]):
         result = CliRunner().invoke(cli.app, ["verify", *options])
@@ -128,7 +150,7 @@ def test_comparison_names_what_differs() -> None:
     def compare(ids: list[int], values: list[float]) -> verify.Difference | None:
         found = [Logprob(value, 1, ()) for value in values]
         out = verify.Output(ids, "length", logprobs=found)
-        return verify._compare(verify.Verdict("case"), 3, expected, out, 1e-4)
+        return verify._compare(verify.Verdict("case"), 3, expected, out, verify.Limits(1e-4, 1e-4, 2e-4))
 
     first, second, other = float(rows[0, 0]), float(rows[1, 1]), float(rows[1, 0])
     assert compare([0, 1], [first, second]) is None
@@ -138,6 +160,10 @@ def test_comparison_names_what_differs() -> None:
     assert "log-probability of token 0" in compare([0, 1], [first - 2e-4, second]).what  # type: ignore[union-attr]
     assert "nan" in compare([0, 1], [float("nan"), second]).what  # type: ignore[union-attr]
     assert "ends after 1" in compare([0], [first]).what  # type: ignore[union-attr]
+    verdict = verify.Verdict("case")
+    out = verify.Output([0, 1], "length", logprobs=[Logprob(first + 0.25, 1, ()), Logprob(second - 0.75, 1, ())])
+    assert verify._compare(verdict, 3, expected, out, verify.Limits(1.0, 0.0, 0.0)) is None
+    assert (verdict.values, verdict.tokens) == (2, 2) and verdict.mean == pytest.approx(0.5, abs=1e-6)
 
 
 def test_divergence() -> None:
