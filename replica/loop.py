@@ -127,6 +127,11 @@ class Engine:
         if self._started and self._thread is not threading.current_thread():
             self._thread.join()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch: still on their way to the scheduler, queued, or preempted."""
+        return len(self._live) - len(self.scheduler.running)
+
     def prepare(self, request: Submit) -> None:
         """Compiles the request's grammar, if it has one and it is new, so that :meth:`submit` is quick."""
         if request.sampling.grammar is not None and self._masks is not None:
@@ -137,8 +142,7 @@ class Engine:
         """Takes the request or raises Refusal: invalid, overloaded or draining."""
         if self._stopping or self.draining or self._fatal:
             raise Refusal(Code.DRAINING, self._fatal or "this replica takes no new requests", retry_after_s=1.0)
-        num_waiting = len(self._live) - len(self.scheduler.running)
-        if num_waiting >= self.config.max_waiting:
+        if (num_waiting := self.num_waiting) >= self.config.max_waiting:
             raise Refusal(
                 Code.OVERLOADED,
                 f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",

@@ -43,7 +43,9 @@ AUDIT_EVERY = 250
 YARDSTICK_EVERY = 20
 """Requests."""
 ALLOWED_GROWTH = 1.03
-"""Of the memory between the first tenth and the end; the allocator's own habits take some."""
+"""Of the memory between the first tenth, or later, and the end; the allocator's own habits take some."""
+SETTLED = 2000
+"""Requests until the allocator's arenas are full (150 MiB come by the 1,600th, 1 MiB more by the 8,000th); memory before that is no measure, and a run that ends before it has none."""
 ALLOWED_SLOWDOWN = 1.25
 """Of a step, last three tenths against the second to fourth; the first fills the caches."""
 
@@ -58,6 +60,8 @@ class _Open:
 
 
 class _Mark(NamedTuple):
+    sent: int
+    """Requests."""
     memory: int
     steps: int
     cpu_s: float
@@ -172,7 +176,7 @@ class Soak:
         """Serves all requests, or those that ``seconds`` suffice for; returns the figures, with ``problems`` empty when
         everything holds. A tenth is one of the requests, or of the time where that is given."""
         sent, began = 0, time.monotonic()
-        marks = [self._mark()]
+        marks = [self._mark(0)]
         while (more := sent < self.num_requests and time.monotonic() < began + seconds) or self.open:
             while more and sent < self.num_requests and len(self.open) < IN_FLIGHT:
                 self._submit()
@@ -184,18 +188,18 @@ class Soak:
                     self.num_audits += 1
                 passed = 10 * max(sent / self.num_requests, (time.monotonic() - began) / seconds)
                 if passed >= len(marks):
-                    marks.append(self._mark())
+                    marks.append(self._mark(sent))
                     if progress is not None:
                         progress(sent, marks[-1].memory)
             if self.open:
                 self._take(self.deltas.get(timeout=60))
         return self._figures(sent, time.monotonic() - began, marks)
 
-    def _mark(self) -> _Mark:
+    def _mark(self, sent: int) -> _Mark:
         yardstick_ms = 1e3 * statistics.median(self.yardsticks or [yardstick_s()])
         self.yardsticks.clear()
         steps = self.llm.engine.num_steps
-        return _Mark(resident_bytes(), steps, others_cpu_s(), len(self.follower.step_ms), yardstick_ms)
+        return _Mark(sent, resident_bytes(), steps, others_cpu_s(), len(self.follower.step_ms), yardstick_ms)
 
     def _figures(self, sent: int, seconds: float, marks: list[_Mark]) -> dict[str, Any]:
         engine, steps = self.llm.engine, self.follower.step_ms
@@ -216,7 +220,9 @@ class Soak:
         fastest = [quantiles(steps[a.timed : b.timed])["p10"] for a, b in pairwise(marks)]
         slower = {"by the clock": _growth(fastest), "in CPU time": _growth(relative)}
         figures["slower"] = {name: round(ratio, 3) for name, ratio in slower.items()}
-        figures["problems"] = self._problems(info, [mark.memory for mark in marks[1:]], slower)
+        settled = [mark.memory for mark in marks[1:] if mark.sent >= SETTLED]
+        figures["memory_growth"] = round(settled[-1] / settled[0], 4) if len(settled) > 1 else None
+        figures["problems"] = self._problems(info, settled, slower)
         return figures
 
     def _problems(self, info: dict[str, Any], memory: list[int], slower: dict[str, float]) -> list[str]:
@@ -234,7 +240,7 @@ class Soak:
         ):  # fmt: skip
             if not value:
                 found.append(f"no {name}: the load is too light to show anything")
-        if memory[-1] > ALLOWED_GROWTH * memory[0]:
+        if memory and memory[-1] > ALLOWED_GROWTH * memory[0]:
             found.append(f"memory grew from {memory[0] / 2**20:.0f} to {memory[-1] / 2**20:.0f} MiB")
         if min(slower.values()) > ALLOWED_SLOWDOWN:
             found.append(f"steps became slower: {slower}")

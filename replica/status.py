@@ -88,6 +88,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "host": engine.host.counts() if engine.host else None,
         },
         "requests": len(engine._live),
+        "waiting": engine.num_waiting,
         "load": asdict(load_of(scheduler, engine.step_time.coefficients)),
         "steps": {
             "count": engine.num_steps,

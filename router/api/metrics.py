@@ -20,7 +20,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 ENGINE_GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("load.running", "Requests in the engine's batch."),
-    "num_requests_waiting": ("load.waiting", "Requests without a first token."),
+    "num_requests_waiting": ("waiting", "Requests that are not in the batch: not admitted yet, or preempted."),
     "queued_uncached_tokens": ("load.queued_uncached_tokens", "Tokens still to be prefilled."),
     "kv_cache_free_pages": ("pages.free", "Pages that hold nothing."),
     "kv_cache_evictable_pages": ("pages.cached", "Cached pages that no request uses."),

@@ -350,6 +350,7 @@ def test_a_request_counts_once_for_autoscaling_while_it_is_prefilled() -> None:
     info = harness.engine.info()
     assert info["load"]["running"] + info["load"]["waiting"] > 6, "those in the batch without a first token are both"
     assert info["requests"] == 6 and autoscale.load(info, 1.0) == 6 / 4
+    assert info["waiting"] == 6 - info["load"]["running"] > 0, "as vLLM counts: those outside the batch"
 
 
 def test_a_broken_device_shows_in_health() -> None:

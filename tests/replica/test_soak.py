@@ -14,13 +14,14 @@ from router.wire import Finish
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int4", "seed": 1}], ids=["exact", "int4"])
 def test_nothing_wears_out(options: dict) -> None:
-    soak = Soak(3000, **options)
+    soak = Soak(4000, **options)
     try:
         figures = soak.run()
     finally:
         soak.close()
     assert not figures["problems"], figures
-    assert figures["audits"] == 13 and figures["canary"]["compared"] > 1000
+    assert figures["memory_growth"] is not None
+    assert figures["audits"] == 17 and figures["canary"]["compared"] > 1000
 
 
 @pytest.mark.slow
@@ -61,3 +62,17 @@ def test_a_damaged_page_would_have_been_noticed() -> None:
         soak.close()
     assert flipped and figures["problems"], "neither the canary nor a probe saw it"
     assert sum(figures["ends"].get(str(finish), 0) for finish in Finish) == 100
+
+
+@pytest.mark.parametrize("settled", [10, 90, 2000])
+def test_memory_that_grows_would_have_been_noticed(settled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the allocator has settled, and not before."""
+    monkeypatch.setattr("replica.soak.SETTLED", settled)
+    soak, kept = Soak(100), []
+    try:
+        figures = soak.run(lambda sent, memory: kept.append(b"x" * (30 << 20)))
+    finally:
+        soak.close()
+    grew = any("memory grew" in problem for problem in figures["problems"])
+    assert grew == (settled < 100)
+    assert (figures["memory_growth"] is None) == (settled > 100)

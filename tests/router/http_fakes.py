@@ -185,7 +185,7 @@ class FakeBackend:
         pages = {"all": 8, "free": 5, "cached": 1, "held": 2}
         load = {"running": 2, "waiting": 1}
         return [
-            {"replica": "fake-0", "load": load, "pages": pages, "counters": {"preemptions": 3}},
+            {"replica": "fake-0", "waiting": 4, "load": load, "pages": pages, "counters": {"preemptions": 3}},
             {"replica": "lost"},
         ]
 

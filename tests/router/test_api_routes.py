@@ -399,6 +399,7 @@ async def test_metrics_count_what_happened() -> None:
         'everwarm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0',
         'everwarm:http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0',
         'everwarm:num_requests_running{model_name="tiny",replica="fake-0"} 2.0',
+        'everwarm:num_requests_waiting{model_name="tiny",replica="fake-0"} 4.0',
         "everwarm:http_requests_in_flight 0.0",
         'everwarm:kv_cache_usage_perc{model_name="tiny",replica="fake-0"} 0.25',
         'everwarm:num_preemptions_total{model_name="tiny",replica="fake-0"} 3.0',
