@@ -45,7 +45,8 @@ YARDSTICK_EVERY = 20
 ALLOWED_GROWTH = 1.03
 """Of the memory between the first tenth, or later, and the end; the allocator's own habits take some."""
 SETTLED = 2000
-"""Requests until the allocator's arenas are full (150 MiB come by the 1,600th, 1 MiB more by the 8,000th); memory before that is no measure, and a run that ends before it has none."""
+"""Requests until the allocator has its arenas (150 MiB come by the 1,600th, 1 MiB more by the 8,000th); memory before
+that is no measure, and a run that ends before it has none."""
 ALLOWED_SLOWDOWN = 1.25
 """Of a step, last three tenths against the second to fourth; the first fills the caches."""
 
