@@ -36,7 +36,7 @@ def parse(call: Call, body: Mapping[str, Any], model: type[R], table: Mapping[st
         raise from_validation(error, body) from None
     check_model(call, getattr(request, "model", None))
     check_unserved(body, table)
-    ignored = ignored_header(body, [*model.model_fields, *table])
+    ignored = ignored_header(body, request, table)
     if ignored is not None:
         call.extra_headers.append((b"x-everwarm-ignored-fields", ignored.encode()))
     return request

@@ -6,11 +6,12 @@ Fields that neither defines are ignored, and named in the ``x-everwarm-ignored-f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from router.api.errors import bad_request, shown
+from router.api.schemas.base import Request
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,23 @@ MESSAGES: dict[str, Unserved] = {
 _VISIBLE = re.compile(r"[^!-+\--~]")
 
 
+def _undefined(body: Mapping[str, Any], request: Request, prefix: str) -> Iterator[str]:
+    """Of nested objects only fields that say something: clients send back messages full of nulls."""
+    fields = {info.alias or name: name for name, info in type(request).model_fields.items()}
+    for key, value in body.items():
+        if key not in fields:
+            if value is not None or not prefix:
+                yield f"{prefix}{key}"
+            continue
+        read = getattr(request, fields[key])
+        pairs = zip(value, read, strict=False) if isinstance(value, list) and value and isinstance(read, list) else ()
+        for inner, model in [(value, read)] if isinstance(value, dict) else pairs:
+            if not isinstance(inner, dict):
+                break
+            if isinstance(model, Request):
+                yield from _undefined(inner, model, f"{prefix}{key}.")
+
+
 def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> None:
     """Raises a 400 for a field that would have to change the answer and can't."""
     for name in table.keys() & body.keys():
@@ -123,7 +141,8 @@ def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> No
         )
 
 
-def ignored_header(body: Mapping[str, Any], known: Iterable[str]) -> str | None:
-    """Value of the header that names the fields nobody defined; visible ASCII, at most 1,000 characters."""
-    names = sorted(set(body) - set(known))
+def ignored_header(body: Mapping[str, Any], request: Request, table: Mapping[str, Unserved]) -> str | None:
+    """Value of the header that names the fields of ``body``, from which ``request`` was read, that nobody defined;
+    those of nested objects as ``stream_options.name``. Visible ASCII, at most 1,000 characters."""
+    names = sorted({name for name in _undefined(body, request, "") if name not in table})
     return ",".join(_VISIBLE.sub("?", name)[:64] for name in names)[:1000] if names else None

@@ -316,6 +316,39 @@ async def test_fields_nobody_defined_are_ignored_and_reported() -> None:
         assert "x-everwarm-ignored-fields" not in (await client.post("/v1/chat/completions", json=CHAT)).headers
 
 
+async def test_fields_nobody_defined_are_reported_in_nested_objects_too() -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "anything": 1}, "colour": "red"}
+    body = {
+        **CHAT,
+        "messages": [
+            {"role": "system", "content": "s"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hi", "mood": "good"}, {"type": "text", "text": "!"}],
+            },
+            {"role": "assistant", "content": "yes", "audio": None, "annotations": [], "wit": 3},
+            {"role": "user", "content": "go on"},
+        ],
+        "stream_options": None,
+        "tools": [{"type": "function", "function": tool, "tool_choice": "none"}],
+        "tool_choice": "none",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"x-y": 1}, "wild": True}},
+        "metadata": {"own": "keys"},
+    }
+    async with asgi_client(backend()) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        named = response.headers["x-everwarm-ignored-fields"].split(",")
+        known = {"messages.annotations"} & {*named}  # a field that some version of the API defines
+        assert {*named} - known == {
+            "messages.content.mood", "messages.wit", "response_format.json_schema.wild", "tools.function.colour",
+            "tools.tool_choice",
+        }  # fmt: skip
+        body = {**TEXT, "prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True, "pace": 2}}
+        response = await client.post("/v1/completions", json=body)
+        assert response.headers["x-everwarm-ignored-fields"] == "stream_options.pace"
+
+
 async def test_request_ids_go_in_and_out() -> None:
     async with asgi_client(fake := backend()) as client:
         response = await client.post(
