@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.environment import haproxy_binary
-from cluster.launch import DEFAULT_PORT, port_is_free
+from cluster.launch import DEFAULT_PORT, Unusable, check_address
 
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "msgpack", "pydantic", "numpy", "jinja2")
 MIN_FILES = 4096
@@ -81,9 +81,11 @@ def _haproxy() -> Finding:
 
 
 def _port() -> Finding:
-    if port_is_free("0.0.0.0", DEFAULT_PORT):
-        return Finding("port", "ok", f"{DEFAULT_PORT} is free")
-    return Finding("port", "note", f"{DEFAULT_PORT} is taken; use --port")
+    try:
+        check_address("0.0.0.0", DEFAULT_PORT)
+    except Unusable:
+        return Finding("port", "note", f"{DEFAULT_PORT} is taken; use --port")
+    return Finding("port", "ok", f"{DEFAULT_PORT} is free")
 
 
 def _files() -> Finding:

@@ -3,6 +3,7 @@ and leaves nothing behind."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.client import Unreachable, api_keys, connect, get
 from cluster.config import AppConfig
@@ -62,14 +64,20 @@ def _said(detail: ErrorDetails) -> str:
     return text if detail["type"] == "value_error" else f"{text}; got {detail['input']!r}"
 
 
-def port_is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
+def check_address(host: str, port: int) -> None:
+    """Raises Unusable when this machine can't listen there."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise Unusable(f"--host {host}: {error.strerror}; an address of this machine is allowed") from None
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Unusable(f"port {port} is taken on this machine; choose another with --port") from None
+            raise Unusable(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 
 
 @dataclass
@@ -101,13 +109,12 @@ class Launch:
         self.use_haproxy = binary is not None if self.haproxy is None else self.haproxy
         if not 1 <= self.port < 1 << 16:
             raise Unusable(f"port {self.port} is none; 1 to 65535 are allowed")
-        if not port_is_free(self.host or "0.0.0.0", self.port):
-            raise Unusable(f"port {self.port} is taken on this machine; choose another with --port")
+        check_address(self.host or "0.0.0.0", self.port)
 
     @property
     def url(self) -> str:
-        host = self.host if self.host not in (None, "0.0.0.0", "::") else "127.0.0.1"
-        return f"http://{host}:{self.port}"
+        host = {None: "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in str(host) else f"http://{host}:{self.port}"
 
     def run(self) -> int:
         """Blocks until Ctrl-C or failure. Returns the exit status."""
@@ -188,16 +195,20 @@ class Launch:
             model = get(client, "/v1/models")["data"][0]["id"]
         count = self.config.replicas
         self.console.print(
-            f"\n[bold green]Ready[/] after {seconds:.0f} s: {count} replica{'s'[: count - 1]} of {model} behind {edge}."
-            f"\nSend OpenAI-style requests to {self.url}/v1, for example:\n"
+            f"\n[bold green]Ready[/] after {seconds:.0f} s: {count} replica{'s'[: count - 1]} of {escape(model)} "
+            f"behind {edge}.\nSend OpenAI-style requests to {escape(self.url)}/v1, for example:\n"
         )
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._keys else ""
         print(
-            f"  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
+            f"  curl '{self.url}/v1/chat/completions'{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
             flush=True,
         )
-        self.console.print("Or talk to it from another terminal with [bold]everwarm chat[/]. Ctrl-C stops everything.")
+        elsewhere = "" if self.url == f"http://127.0.0.1:{DEFAULT_PORT}" else f" --url '{self.url}'"
+        chat = escape(f"everwarm chat{elsewhere}")
+        self.console.print(
+            f"Or talk to it from another terminal with [bold]{chat}[/]. Ctrl-C stops everything.", soft_wrap=True
+        )
 
     def _stop(self, child: subprocess.Popen[str], marker: str) -> int:
         if not self._signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -61,5 +62,27 @@ def test_options_are_refused_before_anything_starts() -> None:
     for port in (0, -1, 70_000):
         with pytest.raises(Unusable, match=f"port {port} is none; 1 to 65535"):
             Launch([], port=port)
+    for host, why in (
+        ("nowhere.invalid", "--host nowhere.invalid: "),
+        ("192.0.2.1", "cannot listen on 192.0.2.1, port"),
+    ):
+        with pytest.raises(Unusable, match=why):
+            Launch([], host=host, port=free_ports(1)[0])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Unusable, match=f"port {port} is taken"):
+            Launch([], host="127.0.0.1", port=port)
     with pytest.raises(Unusable, match=r"scheduler: .*'static'; got 'fifo'\nreplicas: .*integer.*; got 'x'"):
         Launch(["replicas=x", "scheduler=fifo"], port=free_ports(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [(None, "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:"), ("127.0.0.1", "http://127.0.0.1:"),
+     ("::", "http://[::1]:"), ("::1", "http://[::1]:")],
+)  # fmt: skip
+def test_the_address_it_says(host: str | None, url: str) -> None:
+    port = free_ports(1)[0]
+    if host is not None and ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    assert Launch([], host=host, port=port).url == f"{url}{port}"
