@@ -75,9 +75,9 @@ class EngineConfig(BaseModel):
     """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
-    """Most tokens of a step, at least max_batch_size; auto: on a GPU 4096 while few decode, otherwise 2048 with less
-    than 6 GB of weights, 768 with less than 20, and with more 1024 and 512; 512 on a CPU, where 256 would cost 8-13 %
-    of the prefill rate (weights are read twice, products of 256 rows are slower)."""
+    """Most tokens of a step, at least max_batch_size; auto: on a GPU 4096 while few decode (2048 with less than 70
+    GiB free), otherwise 2048 with less than 6 GB of weights, 768 with less than 20, and with more 1024 and 512; 512 on
+    a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice, products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait; auto: half the chunk, at most
     1024."""
@@ -237,6 +237,8 @@ MOST_CAPTURED = 2048
 STEPS = ((6e9, 4096, 2048), (2e10, 4096, 768), (float("inf"), 1024, 512))
 """Weights of less than so many bytes: tokens of a step on a GPU while few decode, and otherwise. On an H200 with 16 GB
 of weights a step of 4096 tokens takes 0.1 s and one of 768 18 ms (docs/performance.md)."""
+LARGE_GPU = 70 * 2**30
+"""Free memory of a GPU on which a step may take more than 2048 tokens: smaller ones, and shares of one, are slower."""
 MOST_OF_A_LONG_ONE = 1024
 """Of a prompt in one step while shorter ones wait, unless more is asked for."""
 KV_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -273,7 +275,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts | None 
     out["kv_cache_dtype"] = out["dtype"] if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     pick("threads", device.cores if device.alone else 1, "all cores" if device.alone else "replicas share the cores")
     _resolve_memory(config, model, device, out, why)
-    _resolve_budget(config, model, cuda, out, why, pick)
+    _resolve_budget(config, model, device, out, why, pick)
     _resolve_prefix_cache(config, out, why, pick)
     _check_speculation(config, model)
     for name, reason in why.items():
@@ -322,8 +324,9 @@ def _resolve_memory(
 
 
 def _resolve_budget(
-    config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], why: dict[str, str], pick: Any
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], why: dict[str, str], pick: Any
 ) -> None:
+    cuda = device.kind == "cuda"
     target = config.itl_target_ms
     if target != "off" and not config.chunked_prefill:
         raise ValueError(f"itl_target_ms: {target:g} needs chunked_prefill; a prompt that is never cut takes its time")
@@ -336,7 +339,7 @@ def _resolve_budget(
         batch = min(batch, regions)
     pick("max_batch_size", batch, f"the default on {out['device']}, within chunk_size and the pool")
     if config.chunked_prefill:
-        _resolve_chunk(config, model, cuda, out, pick)
+        _resolve_chunk(config, model, device, out, pick)
     else:
         if config.chunk_size != "auto":
             why["chunk_size"] = f"{out['max_model_len']}: chunked_prefill is off, so a prompt is never cut"
@@ -351,10 +354,14 @@ def _resolve_budget(
     pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], reason)
 
 
-def _resolve_chunk(config: EngineConfig, model: ModelFacts, cuda: bool, out: dict[str, Any], pick: Any) -> None:
+def _resolve_chunk(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], pick: Any
+) -> None:
     most, busy, reason = 512, 512, "by device and model size, at least max_batch_size"
-    if cuda:
+    if device.kind == "cuda":
         most, busy = next(steps for limit, *steps in STEPS if model.weight_bytes < limit)
+        if device.memory_bytes < LARGE_GPU:
+            most = min(most, 2048)
         reason = f"{reason}, while few decode; {busy} otherwise"
     busy = max(busy, out["max_batch_size"])
     most = max(most, busy)

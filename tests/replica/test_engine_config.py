@@ -35,6 +35,8 @@ def test_gpu_defaults() -> None:
     assert (small.chunk_size, small.busy_chunk_size) == (4096, 2048)
     huge = resolve(EngineConfig(), dataclasses.replace(LARGE, weight_bytes=int(6e10)), H200)
     assert (huge.chunk_size, huge.busy_chunk_size, huge.long_prefill_tokens) == (1024, 512, 512)
+    share = dataclasses.replace(H200, memory_bytes=60 * 2**30)
+    assert [resolve(EngineConfig(), m, share).chunk_size for m in (SMALL, LARGE)] == [2048, 2048]
     aimed = resolve(EngineConfig(itl_target_ms=40), LARGE, H200)
     assert (aimed.chunk_size, aimed.itl_target_ms) == (2048, 40.0) and "itl_target_ms" in aimed.reasons["chunk_size"]
     page = 2 * 36 * 8 * 128 * 2 * 16
