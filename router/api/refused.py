@@ -6,8 +6,9 @@ Fields that neither defines are ignored, and named in the ``x-everwarm-ignored-f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Any
 
 from router.api.errors import bad_request, shown
@@ -110,21 +111,44 @@ MESSAGES: dict[str, Unserved] = {
 _VISIBLE = re.compile(r"[^!-+\--~]")
 
 
-def _undefined(body: Mapping[str, Any], request: Request, prefix: str) -> Iterator[str]:
-    """Of nested objects only fields that say something: clients send back messages full of nulls."""
-    fields = {info.alias or name: name for name, info in type(request).model_fields.items()}
-    for key, value in body.items():
-        if key not in fields:
-            if value is not None or not prefix:
-                yield f"{prefix}{key}"
-            continue
-        read = getattr(request, fields[key])
-        pairs = zip(value, read, strict=False) if isinstance(value, list) and value and isinstance(read, list) else ()
-        for inner, model in [(value, read)] if isinstance(value, dict) else pairs:
-            if not isinstance(inner, dict):
-                break
-            if isinstance(model, Request):
-                yield from _undefined(inner, model, f"{prefix}{key}.")
+_SENT_BACK = frozenset(
+    ("input.id", "input.status", "input.content.annotations", "input.content.logprobs", "messages.annotations")
+)
+"""What answers bring along and clients send back as input: defined, and without effect."""
+_MOST_NAMES = 500
+"""More don't fit into the header."""
+
+
+class _Undefined:
+    """Names the fields of one request's body that its models don't define. Of nested objects only those that say
+    something: clients send back messages full of nulls and empty lists."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._fields: dict[type[Request], dict[str, str]] = {}
+        """Attributes by the names that bodies have for them."""
+
+    def walk(self, body: Mapping[str, Any], request: Request, prefix: str) -> None:
+        """``request`` was read from ``body``, all of whose names begin with ``prefix``."""
+        model = type(request)
+        if (fields := self._fields.get(model)) is None:
+            fields = self._fields[model] = {info.alias or name: name for name, info in model.model_fields.items()}
+        for key, value in body.items():
+            if (name := fields.get(key)) is not None:
+                if isinstance(value, dict | list):
+                    self._enter(value, getattr(request, name), f"{prefix}{key}.")
+            elif not prefix:
+                self.names.add(key)
+            elif value is not None and value != [] and value != {} and f"{prefix}{key}" not in _SENT_BACK:
+                self.names.add(f"{prefix}{key}")
+
+    def _enter(self, value: dict[str, Any] | list[Any], read: Any, prefix: str) -> None:
+        if isinstance(value, dict):
+            if isinstance(read, Request):
+                self.walk(value, read, prefix)
+        elif value and isinstance(read, list) and isinstance(read[0], Request):
+            for inner, request in zip(value, read, strict=True):
+                self.walk(inner, request, prefix)
 
 
 def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> None:
@@ -144,5 +168,7 @@ def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> No
 def ignored_header(body: Mapping[str, Any], request: Request, table: Mapping[str, Unserved]) -> str | None:
     """Value of the header that names the fields of ``body``, from which ``request`` was read, that nobody defined;
     those of nested objects as ``stream_options.name``. Visible ASCII, at most 1,000 characters."""
-    names = sorted({name for name in _undefined(body, request, "") if name not in table})
+    undefined = _Undefined()
+    undefined.walk(body, request, "")
+    names = nsmallest(_MOST_NAMES, undefined.names - table.keys())
     return ",".join(_VISIBLE.sub("?", name)[:64] for name in names)[:1000] if names else None
