@@ -51,7 +51,7 @@ def _replica(engine: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
         "pid": engine.get("pid"),
         "device": engine.get("runner", {}).get("device", ""),
         "running": load.get("running", 0),
-        "waiting": load.get("waiting", 0),
+        "waiting": engine.get("waiting", 0),
         "queue_ms": link.get("queue_ms", 0.0),
         "pages": pages,
         "step_p50_ms": round(engine.get("steps", {}).get("p50_ms", 0.0), 2),
