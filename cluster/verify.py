@@ -12,6 +12,7 @@ against itself in float32, on this very model.
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -127,7 +128,8 @@ class Bench:
         self._loaded: dict[tuple[str, ...], tuple[Weights, Dispatch]] = {}
 
     def refer(self) -> None:
-        """Fills ``expected`` and ``own``; transformers' models are gone afterwards."""
+        """Fills ``expected`` and ``own``; transformers' models are gone afterwards. Raises Unverifiable where nothing
+        could be told from what they give."""
         peer = as_transformers(self.path, torch.float32).to(self.device)
         self.expected = [expect(peer, asked) for asked in self.asked]
         if self.dtype != "float32":
@@ -136,6 +138,8 @@ class Bench:
             peer = as_transformers(self.path, getattr(torch, self.dtype)).to(self.device)
             gaps = torch.cat([own_gaps(peer, a, e, TOP) for a, e in zip(self.asked, self.expected, strict=True)])
             self.own = float(gaps.max()), float(gaps.mean())
+            if not math.isfinite(self.own[0]):
+                raise Unverifiable(f"dtype: transformers' own log-probabilities in {self.dtype} are not all finite")
         del peer
         gc.collect()
 
@@ -240,8 +244,8 @@ def _judge(bench: Bench, case: Case, plan: Plan, announce: Announce) -> Verdict:
     counters = info["counters"] | {"pages_restored": (info["pages"]["host"] or {}).get("restored", 0)}
     verdict.counters = {name: counters[name] for name in COUNTED if name in counters}
     repeated = Verdict(verdict.case)
-    for seen, run in ((verdict, outputs), (repeated, again)):
-        for index, (expected, output) in enumerate(zip(bench.expected, run, strict=False)):
+    for seen, run in ((verdict, outputs), (repeated, again)) if again else ((verdict, outputs),):
+        for index, (expected, output) in enumerate(zip(bench.expected, run, strict=True)):
             difference = _compare(seen, index, expected, output, limits)
             seen.difference = seen.difference or difference
         if seen.mean > limits.mean and seen.difference is None:
@@ -270,11 +274,11 @@ def _compare(verdict: Verdict, index: int, expected: Expected, out: Output, limi
             return differs(k, f"token {got} instead of {want}, which won by {expected.margin[k]:.6f}")
         for token, value in ((got, seen.token), *seen.top):
             gap = abs(value - float(row[token]))
-            verdict.values += 1
             verdict.worst = max(verdict.worst, gap)
-            verdict.mean += (gap - verdict.mean) / verdict.values
             if not gap <= limits.worst:
                 return differs(k, f"log-probability of token {token} is {value:.6f}, not {float(row[token]):.6f}")
+            verdict.values += 1
+            verdict.mean += (gap - verdict.mean) / verdict.values
         if got != want:
             verdict.ties += 1
             return None

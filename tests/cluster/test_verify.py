@@ -164,6 +164,20 @@ def test_comparison_names_what_differs() -> None:
     out = verify.Output([0, 1], "length", logprobs=[Logprob(first + 0.25, 1, ()), Logprob(second - 0.75, 1, ())])
     assert verify._compare(verdict, 3, expected, out, verify.Limits(1.0, 0.0, 0.0)) is None
     assert (verdict.values, verdict.tokens) == (2, 2) and verdict.mean == pytest.approx(0.5, abs=1e-6)
+    broken = verify.Output([0, 1], "length", logprobs=[Logprob(float("nan"), 1, ()), Logprob(second, 1, ())])
+    assert verify._compare(verdict, 3, expected, broken, verify.Limits(1.0, 0.0, 0.0)) is not None
+    assert verdict.mean == pytest.approx(0.5, abs=1e-6), "what is no number would spoil the report"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_dtype_in_which_transformers_overflows_is_no_measure(
+    value: float, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of infinity everything would agree."""
+    path = str(save("Llama", tmp_path_factory.mktemp("overflowing")))
+    monkeypatch.setattr(verify, "own_gaps", lambda *_: torch.tensor([0.1, value]))
+    with pytest.raises(verify.Unverifiable, match="in bfloat16 are not all finite"):
+        verify.run(path, screen(), quick=True, dtype="bfloat16", device="cpu")
 
 
 def test_divergence() -> None:
