@@ -349,22 +349,27 @@ def _resolve_budget(
             f"chunk_size: {out['chunk_size']} is below max_batch_size {out['max_batch_size']}; "
             "every running request needs one token a step"
         )
-    half = min(max(1, out["chunk_size"] // 2), MOST_OF_A_LONG_ONE)
-    reason = f"half the chunk, at most {MOST_OF_A_LONG_ONE}"
-    pick("long_prefill_tokens", half if config.chunked_prefill else out["chunk_size"], reason)
+    if config.chunked_prefill:
+        half = min(max(1, out["chunk_size"] // 2), MOST_OF_A_LONG_ONE)
+        pick("long_prefill_tokens", half, f"half the chunk, at most {MOST_OF_A_LONG_ONE}")
+    else:
+        out["long_prefill_tokens"] = out["chunk_size"]
+        why["long_prefill_tokens"] = f"{out['chunk_size']}: chunked_prefill is off, so a prompt is never cut"
 
 
 def _resolve_chunk(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, out: dict[str, Any], pick: Any
 ) -> None:
-    most, busy, reason = 512, 512, "by device and model size, at least max_batch_size"
+    most, busy = 512, 512
     if device.kind == "cuda":
         most, busy = next(steps for limit, *steps in STEPS if model.weight_bytes < limit)
         if device.memory_bytes < LARGE_GPU:
             most = min(most, 2048)
-        reason = f"{reason}, while few decode; {busy} otherwise"
     busy = max(busy, out["max_batch_size"])
     most = max(most, busy)
+    reason = "by device and model size, at least max_batch_size"
+    if most > busy:
+        reason += f", while few decode; {busy} otherwise"
     if out["itl_target_ms"] is not None:
         most, reason = max(busy, MOST_CAPTURED), "the most of a step; itl_target_ms decides how much of it"
     pick("chunk_size", most, reason)

@@ -29,6 +29,11 @@ def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
     assert (config.dtype, config.max_batch_size, config.itl_target_ms) == ("bfloat16", 256, None)
     assert (config.chunk_size, config.busy_chunk_size, config.long_prefill_tokens) == (4096, 768, 1024)
+    assert "while few decode; 768 otherwise" in config.reasons["chunk_size"]
+    wide = resolve(EngineConfig(max_batch_size=1000), LARGE, H200)
+    assert wide.busy_chunk_size == 1000 and "; 1000 otherwise" in wide.reasons["chunk_size"]
+    even = resolve(EngineConfig(max_batch_size=5000), LARGE, H200)
+    assert even.chunk_size == even.busy_chunk_size == 5000 and "few decode" not in even.reasons["chunk_size"]
     asked = resolve(EngineConfig(chunk_size=1536), LARGE, H200)
     assert (asked.chunk_size, asked.busy_chunk_size, asked.long_prefill_tokens) == (1536, 1536, 768)
     small = resolve(EngineConfig(), SMALL, H200)
@@ -93,8 +98,9 @@ def test_baselines_follow_through() -> None:
     unpaged = resolve(EngineConfig(kv_cache_paging=False, max_num_pages=101, max_model_len=320), SMALL)
     assert not unpaged.prefix_caching and "kv_cache_paging" in unpaged.reasons["prefix_caching"]
     assert unpaged.max_batch_size == 5, "100 pages hold five reservations of 20"
-    uncut = resolve(EngineConfig(chunked_prefill=False, chunk_size=64), SMALL)
-    assert uncut.chunk_size == 8192 and "chunked_prefill" in uncut.reasons["chunk_size"]
+    uncut = resolve(EngineConfig(chunked_prefill=False, chunk_size=64, long_prefill_tokens=8), SMALL)
+    for name in ("chunk_size", "long_prefill_tokens"):
+        assert getattr(uncut, name) == 8192 and "chunked_prefill is off" in uncut.reasons[name]
     small_chunk = resolve(EngineConfig(chunk_size=8), SMALL)
     assert small_chunk.max_batch_size == 8
 

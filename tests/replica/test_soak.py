@@ -76,3 +76,13 @@ def test_memory_that_grows_would_have_been_noticed(settled: int, monkeypatch: py
     grew = any("memory grew" in problem for problem in figures["problems"])
     assert grew == (settled < 100)
     assert (figures["memory_growth"] is None) == (settled > 100)
+
+
+def test_a_run_without_time_has_shown_nothing() -> None:
+    soak = Soak(100)
+    try:
+        figures = soak.run(seconds=1e-9)
+    finally:
+        soak.close()
+    assert figures["requests"] == 0 and figures["memory_growth"] is None
+    assert "no probes: the load is too light to show anything" in figures["problems"]
