@@ -90,7 +90,7 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Cases that cover every pair of option values instead of all combinations.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="float32; on a GPU also bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; on a GPU also float16.")] = "float32",
     inject: Annotated[str | None, typer.Option(help="Plant a fault, token or rope: it must be found.")] = None,
     json_path: JsonPath = None,
 ) -> None:

@@ -37,7 +37,7 @@ Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_spell_swit
 class EngineConfig(BaseModel):
     """What one replica's engine does. Every "auto" is resolved once, at start, into ResolvedConfig and logged."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 class ApiOptions(BaseModel):
     """HTTP options. Unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     api_keys: tuple[str, ...] = ()
     """Keys that may use the API (``Authorization: Bearer`` or ``x-api-key``). None anywhere: no key is asked for."""
