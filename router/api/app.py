@@ -21,6 +21,8 @@ from router.text.card import ModelCard
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_EXPOSED = b"x-request-id, retry-after, x-should-retry, x-everwarm-ignored-fields"
+"""Headers of answers that scripts of other origins may read; browsers hide what isn't listed."""
 _access = logging.getLogger("everwarm.access")
 
 
@@ -160,11 +162,12 @@ class Api:
         origins, origin = self.services.options.cors_origins, headers.get("origin")
         if not origins or origin is None:
             return []
+        exposed = (b"access-control-expose-headers", _EXPOSED)
         if "*" in origins:
-            return [(b"access-control-allow-origin", b"*")]
+            return [(b"access-control-allow-origin", b"*"), exposed]
         allowed = [(b"vary", b"origin")]
         if origin in origins:
-            allowed.append((b"access-control-allow-origin", origin.encode("latin-1")))
+            allowed += [(b"access-control-allow-origin", origin.encode("latin-1")), exposed]
         return allowed
 
     async def _preflight(self, call: Call) -> None:

@@ -432,6 +432,8 @@ async def test_cors() -> None:
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             response = await client.post("/v1/completions", json={}, headers={"origin": origin})
             assert response.headers.get("access-control-allow-origin") == allowed
+            exposed = response.headers.get("access-control-expose-headers", "").split(", ")
+            assert ({"x-request-id", "retry-after"} <= {*exposed}) == (allowed is not None)
     async with asgi_client(backend()) as client:
         response = await client.get("/health", headers={"origin": "https://a.example"})
         assert "access-control-allow-origin" not in response.headers
