@@ -46,9 +46,17 @@ def test_an_option_like_nothing_lists_what_exists() -> None:
 @pytest.mark.parametrize(
     "pair",
     [
-        "replicas=0", "replicas=x", "page_size=17", "gpu_memory_utilization=2", "scheduler=fifo", "replica_cpus=-1",
-        "ageing_s=inf", "cpu_kv_gb=1e400", "replica_gpus=nan", "request_timeout_s=inf",
-    ],  # fmt: skip
+        "replicas=0",
+        "replicas=x",
+        "page_size=17",
+        "gpu_memory_utilization=2",
+        "scheduler=fifo",
+        "replica_cpus=-1",
+        "ageing_s=inf",
+        "cpu_kv_gb=1e400",
+        "replica_gpus=nan",
+        "request_timeout_s=inf",
+    ],
 )
 def test_bad_values_name_their_option(pair: str) -> None:
     with pytest.raises(Unusable, match=pair.partition("=")[0]):
