@@ -21,9 +21,9 @@ def converse(
         try:
             model = get(client, "/v1/models")["data"][0]["id"]
         except Unreachable as error:
-            console.print(f"[red]{error}[/]")
+            console.print(str(error), style="red", markup=False, highlight=False)
             return 1
-        console.print(f"[dim]{model}; an empty line ends[/]")
+        console.print(f"{model}; an empty line ends", style="dim", markup=False, highlight=False)
         while True:
             try:
                 text = console.input("[bold]> [/]")
@@ -37,7 +37,7 @@ def converse(
                 answer = _answer(client, body, console)
             except (httpx.HTTPError, StreamError) as error:
                 messages.pop()
-                console.print(f"[red]{error}[/]")
+                console.print(str(error), style="red", markup=False, highlight=False)
                 continue
             messages.append({"role": "assistant", "content": answer})
 

@@ -223,6 +223,6 @@ class Launch:
             time.sleep(0.1)
         forced = end_processes(marker, grace_s=10 if self._signals < 2 else 0)
         for line in forced:
-            self.console.print(f"[yellow]had to end[/] {line[:100]}")
+            self.console.print(f"[yellow]had to end[/] {escape(line[:100])}")
         self.console.print("Stopped; no process is left.")
         return 0

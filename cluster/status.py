@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.client import Unreachable, connect, get
@@ -19,7 +20,7 @@ def show_status(url: str, keys: Sequence[str], console: Console) -> dict[str, An
             engines = get(client, "/v1/engine")["data"]
             directory = get(client, "/v1/directory?top=10")
         except Unreachable as error:
-            console.print(f"[red]{error}[/]")
+            console.print(str(error), style="red", markup=False, highlight=False)
             return {"url": url, "ready": False, "error": str(error)}
     links = {link["replica"]: link for link in directory["replicas"]}
     replicas = [_replica(engine, links.get(engine["replica"], {})) for engine in engines]
@@ -66,12 +67,13 @@ def _replica(engine: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], console: Console) -> None:
     sync = "in sync" if result["directory_in_sync"] else "[yellow]not in sync[/]"
-    title = f"{result['model']} at {result['url']}, directory of {result['directory_pages']} pages {sync}"
+    where = escape(f"{result['model']} at {result['url']}")
+    title = f"{where}, directory of {result['directory_pages']} pages {sync}"
     columns = ("replica", "state", "run/wait", "pages: free, cached, held", "step ms", "generated")
     table = Table(*columns, title=title, title_justify="left")
     for replica in result["replicas"]:
         pages = ", ".join(str(replica["pages"].get(name, "?")) for name in ("free", "cached", "held"))
-        state = replica["state"] if replica["error"] is None else f"[yellow]{replica['error']}[/]"
+        state = replica["state"] if replica["error"] is None else f"[yellow]{escape(replica['error'])}[/]"
         load = f"{replica['running']}/{replica['waiting']}"
         numbers = (str(replica[name]) for name in ("step_p50_ms", "generated_tokens"))
         table.add_row(replica["replica"], state, load, pages, *numbers)

@@ -200,7 +200,7 @@ def bench_gpu(
     try:
         figures = bench.run(load, console)
     except bench.SideFailed as error:
-        console.print(f"[red]{error}[/red]", markup=True)
+        console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(2) from None
     bench.show(figures, console)
     report(figures, bench.UNITS, json_path)

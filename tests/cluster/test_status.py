@@ -1,4 +1,4 @@
-"""``everwarm status`` says what the engines say."""
+"""``everwarm status`` says what the engines say, and what others wrote is printed as it is, brackets included."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster import status
+from cluster import chat, status
+from cluster.client import Unreachable
 
 
 def test_requests_wait_outside_the_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
     load = {"running": 2, "waiting": 3}  # placement counts those in the batch that have no first token yet
     engine = {"replica": "a", "state": "open", "waiting": 1, "load": load, "counters": {}}
-    lost = {"replica": "b", "state": "lost", "error": "no answer"}
+    lost = {"replica": "b", "state": "lost", "error": "no [/answer]"}
     answers: dict[str, dict[str, Any]] = {
         "/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]},
         "/v1/engine": {"data": [engine, lost]},
@@ -22,6 +23,38 @@ def test_requests_wait_outside_the_batch_only(monkeypatch: pytest.MonkeyPatch) -
     }
     monkeypatch.setattr(status, "get", lambda client, path: answers[path])
     console = Console(file=io.StringIO(), width=120)
-    replicas = status.show_status("http://nowhere", [], console)["replicas"]
+    replicas = status.show_status("http://[fe80::1]:8000", [], console)["replicas"]
     assert [(replica["running"], replica["waiting"]) for replica in replicas] == [(2, 1), (0, 0)]
-    assert "2/1" in console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2/1" in shown and "tiny at http://[fe80::1]:8000" in shown and "no [/answer]" in shown
+
+
+SAID = "no cluster answers at http://[fe80::1]:8000: [/INST] is no role"
+
+
+def refuse(*_: Any) -> Any:
+    raise Unreachable(SAID)
+
+
+def test_status_prints_what_is_wrong_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "get", refuse)
+    console = Console(file=io.StringIO(), width=120)
+    assert not status.show_status("http://nowhere", [], console)["ready"]
+    assert SAID in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_chat_prints_what_is_wrong_as_it_is_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise chat.StreamError(SAID)
+
+    turns = iter(["hi", "again", ""])
+    console = Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(console, "input", lambda *_: next(turns))
+    monkeypatch.setattr(chat, "get", lambda *_: {"data": [{"id": "org/[tiny]"}]})
+    monkeypatch.setattr(chat, "stream", failing)
+    assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 0
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "org/[tiny]; an empty line ends" in shown and shown.count(SAID) == 2
+    monkeypatch.setattr(chat, "get", refuse)
+    assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 1
+    assert console.file.getvalue().count(SAID) == 3  # type: ignore[attr-defined]
