@@ -47,14 +47,21 @@ class StreamError(Exception):
 
 
 def _answer(client: httpx.Client, body: dict[str, Any], console: Console) -> str:
-    parts = []
+    """Prints an answer as it comes, reasoning dimmed; returns its content."""
+    parts: list[str] = []
+    thinks = False
     usage: dict[str, Any] = {}
     for event in stream(client, body):
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
-            piece = choice["delta"].get("content") or ""
-            parts.append(piece)
-            console.print(piece, end="", markup=False, highlight=False)
+            if thought := choice["delta"].get("reasoning_content"):
+                thinks = True
+                console.print(thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+            if piece := choice["delta"].get("content"):
+                if thinks and not parts:
+                    console.print("\n")
+                parts.append(piece)
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     total = usage.get("prompt_tokens", 0)
     console.print(

@@ -1,4 +1,4 @@
-"""``everwarm status`` says what the engines say, and what others wrote is printed as it is, brackets included."""
+"""What ``everwarm status`` and ``chat`` print; what others wrote comes as it is, brackets included."""
 
 from __future__ import annotations
 
@@ -58,3 +58,21 @@ def test_chat_prints_what_is_wrong_as_it_is_and_goes_on(monkeypatch: pytest.Monk
     monkeypatch.setattr(chat, "get", refuse)
     assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 1
     assert console.file.getvalue().count(SAID) == 3  # type: ignore[attr-defined]
+
+
+def test_chat_shows_reasoning_and_does_not_send_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[dict[str, str]]] = []
+
+    def answer(_: Any, body: dict[str, Any]) -> Any:
+        sent.append([*body["messages"]])
+        for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "hm [/x]"}, {"content": "yes"}, {}):
+            yield {"choices": [{"delta": delta}]}
+
+    turns = iter(["hi", "again", ""])
+    console = Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(console, "input", lambda *_: next(turns))
+    monkeypatch.setattr(chat, "get", lambda *_: {"data": [{"id": "tiny"}]})
+    monkeypatch.setattr(chat, "stream", answer)
+    assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 0
+    assert console.file.getvalue().count("hm [/x]\n\nyes\n") == 2  # type: ignore[attr-defined]
+    assert sent[1][1] == {"role": "assistant", "content": "yes"}
