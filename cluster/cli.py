@@ -23,9 +23,21 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 
-Url = Annotated[str, typer.Option(help="Base URL of the cluster.")]
+
+def _http(url: str) -> str:
+    from httpx import URL, InvalidURL
+
+    try:
+        sound = URL(url).scheme in ("http", "https") and URL(url).host
+    except InvalidURL:
+        sound = False
+    if not sound:
+        raise typer.BadParameter(f"{url!r}; a URL like http://127.0.0.1:{DEFAULT_PORT} is needed")
+    return url
+
+
+Url = Annotated[str, typer.Option(help="Base URL of the cluster.", callback=_http)]
 ApiKey = Annotated[str | None, typer.Option(help="Default: the first key in EVERWARM_API_KEYS.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
 
 
 @app.command(epilog="Example: everwarm serve replicas=2 model=./my-model --port 9000")
@@ -43,7 +55,9 @@ def serve(
 
 
 @app.command(epilog="Example: everwarm status --url http://127.0.0.1:8000")
-def status(url: Url = f"http://127.0.0.1:{DEFAULT_PORT}", api_key: ApiKey = None, json_path: JsonPath = None) -> None:
+def status(
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}", api_key: ApiKey = None, json_path: bench.JsonPath = None
+) -> None:
     """Show replicas, their load and how much of the prompts came out of the prefix cache. Exit 1: not ready."""
     from cluster.client import api_keys
     from cluster.status import show_status
@@ -54,7 +68,7 @@ def status(url: Url = f"http://127.0.0.1:{DEFAULT_PORT}", api_key: ApiKey = None
 
 
 @app.command(epilog="Example: everwarm doctor --json report.json")
-def doctor(json_path: JsonPath = None) -> None:
+def doctor(json_path: bench.JsonPath = None) -> None:
     """Check this machine: packages, default model, HAProxy, ports, limits. Exit 1: something is missing."""
     from cluster.doctor import examine, show
 
@@ -92,7 +106,7 @@ def verify(
     ] = False,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; on a GPU also float16.")] = "float32",
     inject: Annotated[str | None, typer.Option(help="Plant a fault, token or rope: it must be found.")] = None,
-    json_path: JsonPath = None,
+    json_path: bench.JsonPath = None,
 ) -> None:
     """Hold the engine's options against plain transformers, on any model. Exit 1: an exact option differs."""
     from cluster.checkpoint import UnknownModel

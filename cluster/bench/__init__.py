@@ -15,6 +15,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+
+def _writable(path: Path | None) -> Path | None:
+    """Said before minutes of work, not after them."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} can't be written")
+    return path
+
+
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file as JSON.", callback=_writable)
+]
+
 app = typer.Typer(help="Measure the engine or the serving path.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -28,9 +40,9 @@ def report(figures: dict[str, Any], units: dict[str, str], json_path: Path | Non
         "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), **_cpu_model()},
     }
     line = json.dumps(result)
+    print(line, flush=True)
     if json_path is not None:
         json_path.write_text(line + "\n")
-    print(line, flush=True)
 
 
 def _versions(*names: str) -> Iterator[tuple[str, str]]:
@@ -52,7 +64,7 @@ def bench_serve(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often the streams are repeated.")] = 2,
     haproxy: Annotated[bool, typer.Option("--haproxy/--no-haproxy", help="HTTP edge.")] = True,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Server CPU per token, time to first token and chunk lateness against a stub engine. Exit 1: goals missed."""
     from cluster.bench import serve as bench
@@ -78,7 +90,7 @@ def bench_engine(
     perplexity_tokens: Annotated[int, typer.Option(min=0, help="Scored to compare a quantization; 0: none.")] = 5120,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds that would end later are left out.")] = 75.0,
     quick: Annotated[bool, typer.Option("--quick", help="One round of small cells; no goal is judged.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Our engine, quantized too, beside transformers or llama.cpp: same weights and prompts, on a CPU. Exit 1: goals
     missed."""
@@ -116,7 +128,7 @@ def bench_speculation(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Draft with so many first layers; none: prompt lookup.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Speculation on and off at batch 1 on a CPU, on rewriting and where nothing matches. Exit 1: goals missed."""
     from cluster.bench import speculation as bench
@@ -144,7 +156,7 @@ def bench_article(
     rows: Annotated[str, typer.Option(help="ladder, alone, prefill (GPU); several with commas.")] = "ladder,alone",
     rounds: Annotated[int, typer.Option(min=1, help="Passes over all rows; medians are reported.")] = 1,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rows that would end later are left out.")] = 120.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Paging, continuous batching, chunks, slipping in, prefix cache, fusion: each switch alone and one by one."""
     from cluster.bench import article as bench
@@ -164,7 +176,7 @@ def bench_article(
 def bench_overhead(
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Decoding requests per step.")] = 64,
     steps: Annotated[int, typer.Option(min=120, help="Steps measured, in windows of 40.")] = 600,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """CPU time of the engine's own thread per step, on a runner that computes nothing. Exit 1: over 300 us at 64."""
     from cluster.bench import overhead as bench
@@ -187,7 +199,7 @@ def bench_gpu(
     peer_options: Annotated[str, typer.Option(help="Engine arguments of the peer, JSON.")] = "{}",
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of S, P and open.")] = None,
     http: Annotated[bool, typer.Option("--http", help="Each engine behind its own server.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Our engine and a peer on this GPU, one after the other, same requests, random weights. Exit 1: goals missed."""
     from cluster.bench import gpu as bench

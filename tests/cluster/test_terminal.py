@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from cluster import chat, status
+from cluster import chat, cli, status
 from cluster.client import Unreachable
 
 
@@ -76,3 +78,17 @@ def test_chat_shows_reasoning_and_does_not_send_it_back(monkeypatch: pytest.Monk
     assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 0
     assert console.file.getvalue().count("hm [/x]\n\nyes\n") == 2  # type: ignore[attr-defined]
     assert sent[1][1] == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "ftp://x", "http://[::1", "http://x:y"])
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_what_is_no_url_is_refused(command: str, url: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--url", url])
+    assert result.exit_code == 2 and "http://127.0.0.1:8000 is needed" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "verify", "bench engine", "bench serve"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command: str, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "figures.json"):
+        result = CliRunner().invoke(cli.app, [*command.split(), "--json", str(path)])
+        assert result.exit_code == 2 and "--json" in result.output
