@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from tokenizers import AddedToken
 
 from router.api import ApiOptions, create_app
+from router.api.text_tokens import TextTokens
+from router.text.output import Piece, TokenRecord
 from router.text.tokenizer import Tokenizer
 from router.wire import TokenDelta
 from tests.router.http_fakes import FakeBackend, FakeTicket, asgi_client, make_card, make_tokenizer, saying, served
@@ -109,6 +111,38 @@ async def test_responses_logprobs_are_those_of_the_shown_text(text: str) -> None
     assert fake.jobs[-1].sampling.logprobs == 0
     await post(fake, card, "/v1/responses", {"input": "x"})
     assert fake.jobs[-1].sampling.logprobs is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_responses_logprobs_with_a_text_that_ends_within_a_token(streamed: bool) -> None:
+    """Of a stop string's beginning, or of what might have been a call, the end of a token is shown without another."""
+
+    async def tokens_of(text: str, **more: Any) -> list[str]:
+        fake, card = setup(text)
+        body = {"input": "x", "include": ["message.output_text.logprobs"], **more}
+        answer = await post(fake, card, "/v1/responses", {**body, "stream": streamed})
+        part = (answer[-1]["response"] if streamed else answer)["output"][0]["content"][0]
+        assert part["text"] == text, "nothing is held back for ever"
+        return [entry["token"] for entry in part["logprobs"]]
+
+    tokenizer = make_tokenizer()
+    stop = [tokenizer.bytes_of(i).decode() for i in tokenizer.encode("sttuff", add_special_tokens=False)]
+    assert stop[:2] == ["st", "t"]
+    assert await tokens_of("sttuff", stop="tx") == stop
+    text = "st<tool_call>\n👩\u200d."
+    whole = await tokens_of(text, tools=[FLAT_TOOL])
+    assert whole[:2] == ["st", "<"] and "".join(whole) == text and "👩\u200d" in whole
+
+
+def test_tokens_that_end_in_held_spaces_belong_to_the_text_before() -> None:
+    records = [TokenRecord(number, None, offset) for number, offset in enumerate((0, 2, 4, 4, 5, 6, 8))]
+    tokens = TextTokens()
+    texts = [piece.text for piece in tokens.slices(Piece("ab.\nc>\nde", records))]
+    assert texts == ["ab", ".\n", "", "c", ">", "\nd", "e"]
+    assert [record.token_id for record in tokens.shown("ab.")] == [0, 1]
+    assert [record.token_id for record in tokens.shown("\nc")] == [2, 3], "the line break was the token before's"
+    assert [record.token_id for record in tokens.shown("de")] == [5, 6], "the rest of a token that began in a tag"
+    assert tokens.shown("") == []
 
 
 async def test_responses_that_are_cut_or_fail() -> None:
