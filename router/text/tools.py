@@ -258,6 +258,8 @@ class MistralParser:
                 self._prose.call()
             return events, rest
         bare = text.lstrip(_SPACE + ",")
+        if self._opening:  # still a part of what may be no call
+            self._opening += text[: len(text) - len(bare)]
         if bare.startswith("]"):
             self._mode, self._opening = "prose", ""
             return [], bare[1:]

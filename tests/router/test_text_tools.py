@@ -95,6 +95,8 @@ MISTRAL: list[tuple[str, str, list[list[str]]]] = [
     ("[TOOL_CALLS] !! {", "[TOOL_CALLS] !! {", []),
     ("[TOOL_CALLS][nonsense]", "[TOOL_CALLS][nonsense]", []),
     ("[TOOL_CALLS]f", "[TOOL_CALLS]f", []),
+    ('[TOOL_CALLS] [ \n{"x": 1}, 2]', '[TOOL_CALLS] [ \n{"x": 1}, 2]', []),
+    ("so [TOOL_CALLS][  ", "so [TOOL_CALLS][  ", []),
 ]
 CASES = (
     [("hermes", *case) for case in HERMES] + [("llama3_json", *c) for c in LLAMA] + [("mistral", *c) for c in MISTRAL]
