@@ -216,15 +216,15 @@ class Run:
         """A choice's deltas; when its reasoning has used up the budget, the block is closed and the rest goes on."""
         watch, emitted = BudgetWatch(budget), list[int]()
         async for delta in choice.ticket.deltas():
-            fits = watch.cut(delta.ids) if delta.finish is None else None
-            if fits is None:
+            fits = watch.cut(delta.ids)
+            if fits is None or (delta.finish is not None and fits == len(delta.ids)):  # it ends with its last token
                 emitted += delta.ids
                 yield delta
                 continue
             choice.ticket.cancel()
             emitted += delta.ids[:fits]
             logprobs = delta.logprobs[:fits] if delta.logprobs is not None else None
-            yield replace(delta, ids=delta.ids[:fits], logprobs=logprobs)
+            yield replace(delta, ids=delta.ids[:fits], logprobs=logprobs, finish=None)
             break
         else:
             return

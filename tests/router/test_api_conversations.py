@@ -377,7 +377,10 @@ async def test_a_budget_without_reasoning_is_refused() -> None:
     assert "can't be combined" in error["error"]["message"]
 
 
-async def test_several_ids_in_one_delta_are_cut_exactly() -> None:
+@pytest.mark.parametrize("max_tokens", [4, 7, 30])
+@pytest.mark.parametrize("size", [7, 1000])
+async def test_several_ids_in_one_delta_are_cut_exactly(size: int, max_tokens: int) -> None:
+    """Also where the last of them ends the answer."""
     fake, card = thinking_setup("<think>one two three four five six</think>seven")
     whole_deltas = FakeTicket.deltas
 
@@ -388,14 +391,17 @@ async def test_several_ids_in_one_delta_are_cut_exactly() -> None:
             if delta.finish is not None:
                 yield TokenDelta(delta.request_id, ids, delta.finish)
                 return
-            if len(ids) == 7:
+            if len(ids) == size:
                 yield TokenDelta(delta.request_id, ids)
                 ids = []
 
+    body = {"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 3, "return_token_ids": True}
+    body["max_tokens"] = max_tokens
+    single = await post(fake, card, "/v1/chat/completions", body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeTicket, "deltas", lumped)
-        body = {"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 3, "return_token_ids": True}
-        whole = await post(fake, card, "/v1/chat/completions", {**body, "max_tokens": 30})
+        whole = await post(fake, card, "/v1/chat/completions", body)
+    assert (whole["choices"], whole["usage"]) == (single["choices"], single["usage"])
     ids = whole["choices"][0]["token_ids"]
     closing = card.tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
-    assert ids[4 : 4 + len(closing)] == closing
+    assert ids[4 : 4 + len(closing)] == closing[: max_tokens - 4]
