@@ -72,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._handshake: Handshake | None = handshake()
         self._handler = handler
         self._frames = FrameBuffer(self._options.max_unauthenticated_frame)
+        self._pausing = False
+        """Between tokens and the frames that came behind them."""
         self._transport: asyncio.Transport | None = None
         self._outlet: Outlet | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -164,21 +166,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._silent_s = 0.0
-        try:
-            for frame in self._frames.feed(data):
-                if self._reason:
-                    return
-                if self._handshake is None:
-                    self._handler.on_frame(self, frame)
-                else:
-                    self._shake(self._handshake, frame)
-        except ProtocolError as error:
-            self.abort(f"protocol error: {error}")
-        except Exception as error:
-            log.exception("token plane: frame from %s failed", self.address)
-            self.abort(f"internal error: {error!r}")
+        self._frames.append(data)
+        if not self._pausing:
+            self._handle_frames()
 
     def eof_received(self) -> bool:
+        self._handle_rest()
         self._note("closed by the peer", False)
         return False
 
@@ -187,10 +180,44 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self._outlet is not None:
             self._outlet.close()
+        self._handle_rest()
         self._note(f"connection lost: {exc}" if exc else "closed by the peer", False)
         self._handler.on_close(self, self._reason, self._refused)
 
     # --- inside
+
+    def _handle_frames(self) -> None:
+        """In order. What comes behind tokens, often a batch of events that takes longer than they do, is handled when
+        those who wait for the tokens have passed them on."""
+        try:
+            while not self._reason and (frame := self._frames.take()) is not None:
+                if self._handshake is None:
+                    self._handler.on_frame(self, frame)
+                else:
+                    self._shake(self._handshake, frame)
+                if frame[0] == Kind.TOKENS and len(self._frames):
+                    self._pause()
+                    return
+        except ProtocolError as error:
+            self.abort(f"protocol error: {error}")
+        except Exception as error:
+            log.exception("token plane: frame from %s failed", self.address)
+            self.abort(f"internal error: {error!r}")
+
+    def _pause(self) -> None:
+        assert self._loop is not None
+        self._pausing = True
+        # Two turns of the loop: in the first they write, and some loops send what was written at the turn's end.
+        self._loop.call_soon(self._loop.call_soon, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._pausing:
+            self._pausing = False
+            self._handle_frames()
+
+    def _handle_rest(self) -> None:
+        while self._pausing:
+            self._go_on()
 
     def _shake(self, handshake: Handshake, frame: list[Any]) -> None:
         try:

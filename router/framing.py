@@ -51,41 +51,56 @@ def encode(kind: Kind, *payload: Any) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames. ``feed`` raises ProtocolError on an over-long or undecodable frame.
+    """Cuts a byte stream into frames.
 
     ``max_frame`` may be raised between frames: an unauthenticated peer gets a small one.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self._buffer = bytearray()
+        self._taken = 0
+        """Bytes at the beginning whose frames were taken."""
         self.max_frame = max_frame
 
     def __len__(self) -> int:
-        """Bytes held for a frame that is not complete yet."""
-        return len(self._buffer)
+        """Bytes of frames that were not taken, complete or not."""
+        return len(self._buffer) - self._taken
+
+    def append(self, data: bytes) -> None:
+        self._buffer += data
+
+    def take(self) -> list[Any] | None:
+        """The next frame, None while it is not complete. Raises ProtocolError when it is over-long or undecodable."""
+        buffer, start = self._buffer, self._taken
+        held = len(buffer) - start - _LENGTH.size
+        if held >= 0:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > self.max_frame:
+                raise ProtocolError(f"frame of {length} bytes; at most {self.max_frame} are allowed")
+            if held >= length:
+                start += _LENGTH.size
+                self._taken = start + length
+                return _decode(bytes(memoryview(buffer)[start : start + length]))
+        if start:
+            del buffer[:start]
+            self._taken = 0
+        return None
 
     def feed(self, data: bytes) -> Iterator[list[Any]]:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        try:
-            while len(buffer) - start >= 4:
-                (length,) = _LENGTH.unpack_from(buffer, start)
-                if length > self.max_frame:
-                    raise ProtocolError(f"frame of {length} bytes; at most {self.max_frame} are allowed")
-                if len(buffer) - start - 4 < length:
-                    break
-                body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
-                start += 4 + length
-                try:
-                    frame = msgpack.unpackb(body, raw=False, strict_map_key=False)
-                except Exception as error:
-                    raise ProtocolError(f"undecodable frame: {error}") from None
-                if not isinstance(frame, list) or not frame or not isinstance(frame[0], int):
-                    raise ProtocolError("a frame must be an array that starts with its kind")
-                yield frame
-        finally:
-            del buffer[:start]
+        """:meth:`append`, then :meth:`take` while there are frames."""
+        self.append(data)
+        while (frame := self.take()) is not None:
+            yield frame
+
+
+def _decode(body: bytes) -> list[Any]:
+    try:
+        frame = msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except Exception as error:
+        raise ProtocolError(f"undecodable frame: {error}") from None
+    if not isinstance(frame, list) or not frame or not isinstance(frame[0], int):
+        raise ProtocolError("a frame must be an array that starts with its kind")
+    return frame
 
 
 def proof(secret: bytes, role: str, *nonces: bytes) -> bytes:

@@ -251,6 +251,41 @@ def test_frames_survive_any_cutting(seed: int) -> None:
         list(buffer.feed(struct.pack("<I", MAX_FRAME + 1)))
 
 
+async def test_who_waits_for_tokens_goes_before_the_frames_behind_them() -> None:
+    """One write of two batches: what is woken by tokens runs before the events behind them, and the order stays."""
+    async with listening() as (port, ends):
+        end = await dial(port)
+        await end.opened
+        sender, _ = await ends[0].opened
+        heard: list[str] = []
+        loop = asyncio.get_running_loop()
+
+        def on_frame(connection, frame) -> None:
+            heard.append(Kind(frame[0]).name)
+            if frame[0] == Kind.TOKENS:
+                loop.call_soon(heard.append, "woken")
+
+        end.on_frame = on_frame
+        sender.send(2 * (encode(Kind.TOKENS, []) + encode(Kind.EVENTS, 1) + encode(Kind.INFO, 1, {})))
+        async with asyncio.timeout(5):
+            while heard.count("INFO") < 2:
+                await asyncio.sleep(0.001)
+        assert [name for name in heard if name != "PING"] == 2 * ["TOKENS", "woken", "EVENTS", "INFO"]
+
+
+async def test_frames_behind_tokens_are_handled_before_the_end() -> None:
+    """They wait for a moment; the peer's closing does not overtake them."""
+    async with listening() as (port, ends):
+        end = await dial(port)
+        await end.opened
+        sender, _ = await ends[0].opened
+        sender.send(b"".join(encode(Kind.TOKENS, [i]) + encode(Kind.INFO, i, {}) for i in range(500)))
+        sender.close("all said")
+        await asyncio.wait_for(end.closed, 5)
+        frames = [frame[:2] for frame in end.frames if frame[0] != Kind.PONG]
+        assert frames == [[kind, [i] if kind == Kind.TOKENS else i] for i in range(500) for kind in (32, 36)]
+
+
 async def test_any_thread_sends_and_close_waits_for_what_was_sent() -> None:
     """A megabyte to a reader that pauses, sent by another thread, arrives whole although the sender closes at once."""
     async with listening() as (port, ends):
