@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.045  # between event batches at most, so that consumers see one every 50 ms
 MAX_FAILED_STEPS = 3  # so many in a row mean a broken device rather than broken requests
 ARRIVAL_POLL_S = 0.01  # how late an arrival may be noticed while a step runs and the next could be launched
+FIRST_OUT = 512  # what a step sampled goes out before its pages are published when a request has so many tokens of them
 LEAD_S, LEAD_SHARE = 0.002, 0.1  # a step is launched so long, and such a share of it, before the one before it ends
 
 
@@ -98,6 +99,8 @@ class Engine:
         self._live: dict[tuple[int, str], Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._deltas: list[tuple[Any, TokenDelta]] = []
+        self._unsettled: list[tuple[Request, Finish | None]] = []
+        """Of the step being read back: those with pages to publish, a first token or an end."""
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._started = False
@@ -304,9 +307,11 @@ class Engine:
             else:
                 self._advance(request, row, index, result)
         self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])
+        self._settle()
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
-        """One sound row: its samples become tokens, its KV counts as written, up to the last accepted guess."""
+        """One sound row: its samples become tokens, its KV counts as written, up to the last accepted guess. What
+        follows from that is for :meth:`_settle`."""
         if result.prompt_logprobs and (chunk := result.prompt_logprobs[index]) is not None:
             request.prompt_logprobs.extend(chunk)
         ids = result.ids[index]
@@ -322,8 +327,8 @@ class Engine:
             num_rejected = row.num_samples - len(ids)
             request.num_written = row.start + len(row.token_ids) - num_rejected
             request.num_computed -= num_rejected
-            if request.num_written >= request.publish_at:
-                self.scheduler.publish(request)
+        if finish is not None or not request.announced or request.num_written >= request.publish_at:
+            self._unsettled.append((request, finish))
         if not row.num_samples:
             return
         if self.speculation is not None:
@@ -335,9 +340,21 @@ class Engine:
             request.announced = True
             delta.num_cached = request.num_cached
             delta.prompt_logprobs = request.prompt_logprobs or None
-            self.events.end(request.request_id)
-        if finish is not None:
-            self._forget(request, finish)
+
+    def _settle(self) -> None:
+        """The pages of the step that was read back serve others from now on, and those of its requests that are over
+        are let go. Nobody waits for a first token while the pages of a long prompt are published."""
+        settled = self._unsettled
+        if any(request.num_written - request.publish_at >= FIRST_OUT for request, _ in settled) and self._hand_out():
+            self._tell(self._on_said)
+        for request, finish in settled:
+            if request.num_written >= request.publish_at:
+                self.scheduler.publish(request)
+            if request.announced:
+                self.events.end(request.request_id)
+            if finish is not None:
+                self._forget(request, finish)
+        settled.clear()
 
     # --- how requests begin and end
 
