@@ -37,7 +37,7 @@ from replica.status import Health, describe, load_of, probe
 from replica.step_time import StepTimeModel
 from replica.turn import Plan
 from replica.watch import Watch
-from router.pages import RootFields, key64
+from router.pages import RootFields, keys64
 from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class Engine:
     def _enqueue(self, request: Request) -> None:
         hits = self.scheduler.add(request)
         coming = request.hashes[hits:] if self.config.prefix_caching else []
-        self.events.accept(request.request_id, [key64(page_hash) for page_hash in coming])
+        self.events.accept(request.request_id, keys64(coming))
         if request.num_tokens >= request.max_total:  # a resumed stream that had everything but its end
             self._end(request, Finish.LENGTH)
         elif request.deadline != float("inf"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from router.backend import BackendError, DeadlineExceeded, EngineFault, Job, Refused
-from router.pages import HASH_BYTES, RootFields, chain, key64, pack_tokens
+from router.pages import HASH_BYTES, RootFields, chain, keys64, pack_tokens
 from router.wire import Finish, Submit, TokenDelta
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Work:
         self._page_size = root.page_size
         self._prompt = pack_tokens(job.prompt)
         self.hashes = chain(self._root, self._prompt, root.page_size)
-        self.keys = [key64(page) for page in self.hashes]
+        self.keys = keys64(self.hashes)
         self._prompt_logprobs_sent = False
         self._max_tokens = job.sampling.max_tokens
 
@@ -59,7 +59,7 @@ class Work:
             done = len(self.hashes)
             parent = self.hashes[-1] if self.hashes else self._root
             self.hashes += chain(parent, tokens, self._page_size, start=done)
-            self.keys += [key64(page) for page in self.hashes[done:]]
+            self.keys += keys64(self.hashes[done:])
         sampling = self.job.sampling
         if self._prompt_logprobs_sent:
             sampling = replace(sampling, prompt_logprobs=None)

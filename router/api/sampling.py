@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from router.api.errors import bad_request
 from router.api.schemas.common import GenerationRequest
+from router.pages import ids_below
 from router.text.card import ModelCard
 from router.text.output import TextOptions
 from router.text.stops import StopStrings
@@ -65,8 +66,10 @@ def truncated(ids: list[int], request: GenerationRequest, budget: Budget) -> lis
     return ids[-keep:] if keep > 0 else ids
 
 
-def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises a 400 naming the first id that the model doesn't have."""
+    if ids_below(ids, vocab_size):
+        return
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise bad_request(f"{name}: token id {token_id} is not in [0, {vocab_size})", param=name)
@@ -102,7 +105,7 @@ def build_sampling(
     allowed = tuple(dict.fromkeys(request.allowed_token_ids or ()))
     check_ids("allowed_token_ids", allowed, vocab)
     bias = tuple(sorted((int(key), float(value)) for key, value in (request.logit_bias or {}).items()))
-    check_ids("logit_bias", (token_id for token_id, _ in bias), vocab)
+    check_ids("logit_bias", [token_id for token_id, _ in bias], vocab)
     eos = () if request.ignore_eos else card.eos_token_ids
     seed = random.getrandbits(64) if request.seed is None else request.seed & _MASK64
     return Sampling(
