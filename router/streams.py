@@ -13,7 +13,6 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from math import inf
 
@@ -75,7 +74,7 @@ class Changes:
 class Attempt:
     """One submission of a ticket's work to one replica; see :class:`router.link.Attempt`."""
 
-    __slots__ = ("answer", "link", "num_tokens", "on_delta", "request", "streams", "ticket")
+    __slots__ = ("answer", "link", "num_tokens", "request", "streams", "ticket")
 
     def __init__(self, streams: Streams, ticket: StreamTicket, link: Link, request: str) -> None:
         self.streams = streams
@@ -83,7 +82,6 @@ class Attempt:
         self.link = link
         self.request = request
         self.num_tokens = 0
-        self.on_delta = partial(streams.on_delta, self)
         self.answer: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         """None: accepted. ConnectionError: the replica was lost first."""
 
@@ -95,6 +93,9 @@ class Attempt:
         self.streams.ended(self)
         if not self.answer.done():
             self.answer.set_result(refusal)
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.streams.on_delta(self, delta)
 
     def on_lost(self, reason: str) -> None:
         if self.answer.done():

@@ -100,3 +100,4 @@ class Call:
     def stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # it keeps the call in its traceback: a cycle would wait for the garbage collector

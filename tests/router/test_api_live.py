@@ -14,6 +14,7 @@ import pytest
 
 from router.api import ApiOptions, create_app
 from router.backend import Overloaded
+from tests.router.garbage import garbage_of
 from tests.router.http_fakes import FakeBackend, make_card, make_tokenizer, saying, served
 
 TOKENIZER = make_tokenizer()
@@ -187,6 +188,33 @@ def test_a_reader_that_stalls_does_not_stall_others(url: str, client: openai.Ope
         client.completions.create(model="tiny", prompt="a", max_tokens=4)
     assert time.monotonic() - started < 2
     slow.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("completions", {"prompt": "a", "max_tokens": 4, "n": 2}),
+        ("chat/completions", {"messages": MESSAGES}),
+        ("messages", {"messages": MESSAGES, "max_tokens": 4}),
+        ("responses", {"input": "a"}),
+        ("completions", {"prompt": []}),
+    ],
+)
+def test_a_request_leaves_nothing_to_the_garbage_collector(
+    url: str, fake: FakeBackend, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    """It stops all streams while it works."""
+    key = {"Authorization": "Bearer secret"}
+
+    def idle() -> bool:
+        return "everwarm:http_requests_in_flight 0.0" in httpx.get(f"{url}/metrics").text
+
+    with garbage_of("router") as left:
+        for _ in range(3):
+            httpx.post(f"{url}/v1/{path}", json={**body, "stream": stream}, headers=key)
+        _wait_for(idle, 2)
+    assert not left
 
 
 def test_price_of_a_streamed_token() -> None:

@@ -11,6 +11,7 @@ from plane_fakes import FakeReplica, collect, expected_stream, job, start_router
 from router.backend import Overloaded, Refused, Unavailable
 from router.dispatch import Dispatcher, DispatchOptions
 from router.streams import StreamsOptions
+from tests.router.garbage import garbage_of
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -53,6 +54,23 @@ async def test_two_routers_two_replicas_agree() -> None:
             await router.close()
         for replica in replicas:
             await replica.close()
+
+
+async def test_streams_leave_nothing_to_the_garbage_collector() -> None:
+    replica = await FakeReplica("r1").start()
+    router = await start_router(replica)
+    try:
+        await in_sync(router, replicas=1)
+        with garbage_of("router") as left:
+            await asyncio.gather(*(collect(router, job(f"q{i}", prompt(i, 40))) for i in range(4)))
+            ticket = await router.admit(job("cancelled", prompt(9, 40)))
+            ticket.cancel()
+            del ticket
+            await asyncio.sleep(0.05)
+        assert not left
+    finally:
+        await router.close()
+        await replica.close()
 
 
 async def test_herd_on_a_new_prefix_stays_together() -> None:
