@@ -211,6 +211,28 @@ def test_a_reservation_names_the_pages_that_will_be_computed() -> None:
             assert request_id in [ended for batch in harness.mirror.batches for ended in batch.ended]
 
 
+@pytest.mark.parametrize("length, first_out", [(200, False), (1000, True)])
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_first_token_does_not_wait_for_the_pages_of_a_long_prompt(
+    length: int, first_out: bool, max_tokens: int
+) -> None:
+    """It is out before they are published; the event that ends the reservation comes with theirs."""
+    harness = Harness(chunk_size=1024, async_scheduling=False)
+    said: list[object] = []
+    engine, deltas, events = harness.engine, harness.engine._on_deltas, harness.engine._on_events
+    engine._on_deltas = lambda new: said.append("tokens") or deltas(new)  # type: ignore[func-returns-value]
+    engine._on_events = lambda batch: said.append((len(batch.stored), batch.ended)) or events(batch)  # type: ignore[func-returns-value]
+    engine._on_said = lambda: said.append("out")
+    prompt = prompt_of(length)
+    request = harness.submit(prompt, max_tokens=max_tokens, seed=7)
+    while "tokens" not in said:
+        harness.step()
+    once = ["out"] if first_out else []
+    assert said[said.index("tokens") :] == ["tokens", *once, (1, [request]), "out"]
+    harness.finish()
+    assert harness.outputs[request].ids == reference(prompt, max_tokens)
+
+
 def test_refusals() -> None:
     harness = Harness(max_model_len=100, max_waiting=3, max_batch_size=1)
     engine = harness.engine

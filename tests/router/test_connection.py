@@ -258,18 +258,19 @@ async def test_who_waits_for_tokens_goes_before_the_frames_behind_them() -> None
         await end.opened
         sender, _ = await ends[0].opened
         heard: list[str] = []
+        both = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def on_frame(connection, frame) -> None:
             heard.append(Kind(frame[0]).name)
             if frame[0] == Kind.TOKENS:
                 loop.call_soon(heard.append, "woken")
+            if heard.count("INFO") == 2:
+                both.set()
 
         end.on_frame = on_frame
         sender.send(2 * (encode(Kind.TOKENS, []) + encode(Kind.EVENTS, 1) + encode(Kind.INFO, 1, {})))
-        async with asyncio.timeout(5):
-            while heard.count("INFO") < 2:
-                await asyncio.sleep(0.001)
+        await asyncio.wait_for(both.wait(), 5)
         assert [name for name in heard if name != "PING"] == 2 * ["TOKENS", "woken", "EVENTS", "INFO"]
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.directory import Directory, Slot, depth_of
 from router.hot_prefixes import HotPrefixes
-from router.pages import mix64, mixed_xor, pack_keys, unpack_keys
+from router.pages import HASH_BYTES, ids_below, key64, keys64, mix64, mixed_xor, pack_keys, unpack_keys
 
 CHAINS = [[mix64(chain * 1000 + depth) for depth in range(24)] for chain in range(3)]
 for shorter, longer in ((0, 1), (1, 2)):  # chains that share their beginnings, as prompts do
@@ -221,3 +221,28 @@ def _timed(work) -> float:
     started = time.thread_time()  # CPU time: the machine is shared
     work()
     return time.thread_time() - started
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 237])
+def test_keys_of_many_pages_are_those_of_each(count: int) -> None:
+    rng = random.Random(count)
+    hashes = [rng.randbytes(HASH_BYTES) for _ in range(count)]
+    assert keys64(hashes) == [key64(page_hash) for page_hash in hashes]
+
+
+@pytest.mark.parametrize(
+    "ids, limit, below",
+    [
+        ([], 1, True),
+        ([0], 1, True),
+        ([0], 0, False),
+        ([3, 9, 4], 10, True),
+        ([3, 9, 4], 9, False),
+        ([3, -1], 9, False),
+        ([(1 << 32) - 1], 1 << 32, True),
+        ([1 << 32], 1 << 32, False),
+        ([5, 1 << 70], 9, False),
+    ],
+)
+def test_ids_below_a_limit(ids: list[int], limit: int, below: bool) -> None:
+    assert ids_below(ids, limit) is below
