@@ -168,10 +168,10 @@ class Connection(asyncio.Protocol):
         self._silent_s = 0.0
         self._frames.append(data)
         if not self._pausing:
-            self._handle_frames()
+            self._handle_frames(pausing=True)
 
     def eof_received(self) -> bool:
-        self._handle_rest()
+        self._go_on()
         self._note("closed by the peer", False)
         return False
 
@@ -180,22 +180,23 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self._outlet is not None:
             self._outlet.close()
-        self._handle_rest()
+        self._go_on()
         self._note(f"connection lost: {exc}" if exc else "closed by the peer", False)
         self._handler.on_close(self, self._reason, self._refused)
 
     # --- inside
 
-    def _handle_frames(self) -> None:
+    def _handle_frames(self, pausing: bool) -> None:
         """In order. What comes behind tokens, often a batch of events that takes longer than they do, is handled when
-        those who wait for the tokens have passed them on."""
+        those who wait for the tokens have passed them on: with ``pausing``, and once for all that came meanwhile, so
+        that nothing piles up in a loop whose turns are long."""
         try:
             while not self._reason and (frame := self._frames.take()) is not None:
                 if self._handshake is None:
                     self._handler.on_frame(self, frame)
                 else:
                     self._shake(self._handshake, frame)
-                if frame[0] == Kind.TOKENS and len(self._frames):
+                if pausing and frame[0] == Kind.TOKENS and len(self._frames):
                     self._pause()
                     return
         except ProtocolError as error:
@@ -213,11 +214,7 @@ class Connection(asyncio.Protocol):
     def _go_on(self) -> None:
         if self._pausing:
             self._pausing = False
-            self._handle_frames()
-
-    def _handle_rest(self) -> None:
-        while self._pausing:
-            self._go_on()
+            self._handle_frames(pausing=False)
 
     def _shake(self, handshake: Handshake, frame: list[Any]) -> None:
         try:
