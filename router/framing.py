@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -85,12 +84,6 @@ class FrameBuffer:
             del buffer[:start]
             self._taken = 0
         return None
-
-    def feed(self, data: bytes) -> Iterator[list[Any]]:
-        """:meth:`append`, then :meth:`take` while there are frames."""
-        self.append(data)
-        while (frame := self.take()) is not None:
-            yield frame
 
 
 def _decode(body: bytes) -> list[Any]:

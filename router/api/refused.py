@@ -143,12 +143,13 @@ class _Undefined:
                 self.names.add(f"{prefix}{key}")
 
     def _enter(self, value: dict[str, Any] | list[Any], read: Any, prefix: str) -> None:
+        """Only what was read as models: a list of ids, or one that was rewritten, has no fields to name."""
         if isinstance(value, dict):
-            if isinstance(read, Request):
-                self.walk(value, read, prefix)
-        elif value and isinstance(read, list) and isinstance(read[0], Request):
+            value, read = [value], [read]
+        if isinstance(read, list) and len(read) == len(value) and read and isinstance(read[-1], Request):
             for inner, request in zip(value, read, strict=True):
-                self.walk(inner, request, prefix)
+                if isinstance(request, Request) and isinstance(inner, dict):
+                    self.walk(inner, request, prefix)
 
 
 def check_unserved(body: Mapping[str, Any], table: Mapping[str, Unserved]) -> None:

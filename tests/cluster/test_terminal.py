@@ -45,15 +45,21 @@ def test_status_prints_what_is_wrong_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert SAID in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_chat_prints_what_is_wrong_as_it_is_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
-        raise chat.StreamError(SAID)
-
+def talking(monkeypatch: pytest.MonkeyPatch, stream: Any) -> Console:
+    """A console at which somebody says two things to the model org/[tiny], which ``stream`` answers."""
     turns = iter(["hi", "again", ""])
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(console, "input", lambda *_: next(turns))
     monkeypatch.setattr(chat, "get", lambda *_: {"data": [{"id": "org/[tiny]"}]})
-    monkeypatch.setattr(chat, "stream", failing)
+    monkeypatch.setattr(chat, "stream", stream)
+    return console
+
+
+def test_chat_prints_what_is_wrong_as_it_is_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise chat.StreamError(SAID)
+
+    console = talking(monkeypatch, failing)
     assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 0
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "org/[tiny]; an empty line ends" in shown and shown.count(SAID) == 2
@@ -70,11 +76,7 @@ def test_chat_shows_reasoning_and_does_not_send_it_back(monkeypatch: pytest.Monk
         for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "hm [/x]"}, {"content": "yes"}, {}):
             yield {"choices": [{"delta": delta}]}
 
-    turns = iter(["hi", "again", ""])
-    console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(console, "input", lambda *_: next(turns))
-    monkeypatch.setattr(chat, "get", lambda *_: {"data": [{"id": "tiny"}]})
-    monkeypatch.setattr(chat, "stream", answer)
+    console = talking(monkeypatch, answer)
     assert chat.converse("http://nowhere", [], None, 0.0, 8, console) == 0
     assert console.file.getvalue().count("hm [/x]\n\nyes\n") == 2  # type: ignore[attr-defined]
     assert sent[1][1] == {"role": "assistant", "content": "yes"}

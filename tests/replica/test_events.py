@@ -10,7 +10,8 @@ from engine_harness import Mirror
 from replica import events
 from replica.events import EventLog
 from router.pages import unpack_keys
-from router.wire import EventBatch, FrameBuffer, Load
+from router.wire import EventBatch, Load
+from tests.frames import frames_in
 
 
 def test_net_change_of_a_batch() -> None:
@@ -56,7 +57,7 @@ def test_random_changes_against_a_mirror() -> None:
                     log.stored(key, parent)
         log.check_invariants([list(resident), []])
         wire = log.emit(Load()).to_frame()
-        mirror.apply(EventBatch.from_frame(next(FrameBuffer().feed(wire))))
+        mirror.apply(EventBatch.from_frame(frames_in(wire)[0]))
         assert mirror.keys == set(resident)
 
 

@@ -8,11 +8,11 @@ import pytest
 from engine_harness import VOCAB, Harness, host_gb
 
 from replica.config import DeviceFacts, EngineConfig, ModelFacts, resolve
-from router.framing import FrameBuffer
 from router.pages import key64
 from router.placement import Placement
 from router.stream_state import Phase, StreamState
 from router.wire import EventBatch, Load, Snapshot, Tier
+from tests.frames import frames_in
 
 FIT = (0.1, 0.0, 2.0, 0.0, 0.0)
 
@@ -52,7 +52,7 @@ class Followed:
 
 
 def body(frame: bytes) -> list:
-    (got,) = FrameBuffer().feed(frame)
+    (got,) = frames_in(frame)
     return got
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from router.api import create_app
 from router.api.options import ApiOptions, narrowed_salt
+from router.api.refused import ignored_header
+from router.api.schemas.base import Request
 from router.backend import DeadlineExceeded, EngineFault, Overloaded, Refused, Unavailable
 from tests.router.http_fakes import FakeBackend, asgi_client, make_card, make_tokenizer, saying
 
@@ -532,3 +534,18 @@ async def test_openapi_is_served_as_json() -> None:
     async with asgi_client(backend()) as client:
         document = json.loads((await client.get("/openapi.json")).content)
         assert document["openapi"].startswith("3.1")
+
+
+def test_rewritten_and_mixed_lists_name_no_fields_wrongly() -> None:
+    class Item(Request):
+        known: int = 0
+
+    class Body(Request):
+        items: list[Item | str]
+        ids: list[int]
+
+    mixed = {"items": ["a", {"known": 1, "odd": 2}], "ids": [1], "own": 3}
+    assert ignored_header(mixed, Body.model_validate(mixed), {}) == "items.odd,own"
+    rewritten = Body.model_construct(items=[Item()], ids=[])
+    assert ignored_header({"items": [{"odd": 1}, {"odd": 2}], "ids": [1]}, rewritten, {}) is None
+    assert ignored_header({"items": [{"odd": 1}]}, Body.model_construct(items=[]), {}) is None

@@ -14,6 +14,7 @@ from router.connection import Connection, ConnectionOptions
 from router.handshake import HandshakeError, ReplicaHandshake, RouterHandshake, root_to_wire
 from router.pages import RootFields
 from router.wire import MAX_FRAME, VERSION, FrameBuffer, Kind, ProtocolError, encode, proof
+from tests.frames import frames_in
 
 SECRET = b"0123456789abcdef"
 ROOT = RootFields("m", "t", "bfloat16", 16)
@@ -215,7 +216,7 @@ async def test_a_peer_that_stops_reading_is_dropped_at_the_limit() -> None:
     options = ConnectionOptions(tick_s=0.01, max_write_buffer=1 << 20)
     async with listening(options) as (port, ends):
         reader, writer = await raw(port)
-        hello = next(FrameBuffer().feed(await reader.read(4096)))
+        hello, *_ = frames_in(await reader.read(4096))
         nonce = b"c" * 16
         writer.write(
             encode(Kind.AUTH, VERSION, "slow", nonce, proof(SECRET, "router", hello[2], nonce), root_to_wire(ROOT))
@@ -244,11 +245,11 @@ def test_frames_survive_any_cutting(seed: int) -> None:
     buffer, got, at = FrameBuffer(), [], 0
     while at < len(stream):
         step = rng.randrange(1, 200)
-        got += list(buffer.feed(stream[at : at + step]))
+        got += frames_in(stream[at : at + step], buffer)
         at += step
     assert got == frames and not len(buffer)
     with pytest.raises(ProtocolError, match=f"at most {MAX_FRAME}"):
-        list(buffer.feed(struct.pack("<I", MAX_FRAME + 1)))
+        frames_in(struct.pack("<I", MAX_FRAME + 1), buffer)
 
 
 async def test_who_waits_for_tokens_goes_before_the_frames_behind_them() -> None:

@@ -17,7 +17,6 @@ from router.stream_state import StreamState
 from router.wire import (
     Code,
     EventBatch,
-    FrameBuffer,
     Kind,
     Load,
     Logprob,
@@ -30,6 +29,7 @@ from router.wire import (
     encode,
     rechunk,
 )
+from tests.frames import frames_in
 
 KEYS = bytes(range(48))
 SUBMIT = Submit(
@@ -43,7 +43,7 @@ CHUNK = Snapshot("r1", 5, 6, 1, 2, 0, KEYS, [(6, 9), (0, 0)], [("a", KEYS)], Loa
 
 
 def decode(frame: bytes) -> list[Any]:
-    (only,) = FrameBuffer().feed(frame)
+    (only,) = frames_in(frame)
     return only
 
 
