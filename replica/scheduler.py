@@ -11,7 +11,7 @@ Bounds that hold whatever arrives:
   paid for by a new token: preemptions <= tokens, and thrash can't happen.
 - A request that waited ``ageing_s`` and finds no room is not overtaken any more.
 - A long prompt gets at least min(long_prefill_tokens, half the step, what decoding leaves) tokens in each step it is
-  first in line.
+  first in line; where steps may be long, at least every other such step, to itself.
 - A request may wait for a page that another computes (single flight), but only for one that is admitted; admitted
   requests wait for nobody, and whoever leaves, for whatever reason, gives its claims up.
 """
@@ -32,7 +32,7 @@ from replica.request import Request
 from replica.speculation import Speculation
 from replica.step_budget import StepBudget
 from replica.step_time import StepShape, StepTimeModel
-from replica.turn import Plan, Turn
+from replica.turn import Kind, Plan, Turn
 
 LOOKAHEAD = 16
 """Waiting requests without room that admission looks past, in one step."""
@@ -66,6 +66,8 @@ class Scheduler:
         """Tokens looked up, and found, at first admissions."""
         self._computing: dict[bytes, Request] = {}
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._passed_over = False
+        """The next long step is a long prompt's, as one had to let short ones pass."""
         self._serial = 0
         self.queued_tokens = 0
         """Tokens that the waiting have to prefill, as estimated when they were queued."""
@@ -132,17 +134,15 @@ class Scheduler:
             (decoding if progressed else prefilling).append(request)
         turn = self._open_turn(decoding, prefilling)
         if self.config.prefill_priority == "high":
-            for request in prefilling:
-                self._grant_prefill(request, turn)
-            self._admit(turn, now)
+            self._prefill(prefilling, turn, now)
             self._top_up(turn)
             self._decode(decoding, turn)
+        elif turn.budget > self._step_budget.typical and self.config.scheduler == "continuous":
+            self._decode(decoding, turn)
+            self._prefill_apart(prefilling, turn, now)
         else:
             self._decode(decoding, turn)
-            for request in prefilling:
-                self._grant_prefill(request, turn)
-            if not turn.preempted:
-                self._admit(turn, now)
+            self._prefill(prefilling, turn, now)
             self._top_up(turn)
         if turn.preempted and not self.running:  # alone, it gave itself up for the copies it pinned: now there is room
             self._admit(turn, now)
@@ -185,6 +185,26 @@ class Scheduler:
         request.add_pages(self.pool.allocate(1))
         return True
 
+    def _prefill(self, prefilling: list[Request], turn: Turn, now: float) -> None:
+        for request in prefilling:
+            if not turn.leaves_out(request.num_total - request.num_computed):
+                self._grant_prefill(request, turn)
+        if not turn.preempted:
+            self._admit(turn, now)
+
+    def _prefill_apart(self, prefilling: list[Request], turn: Turn, now: float) -> None:
+        """Short prompts or one long one, in turn where both wait: a token costs the same in any step that is not small,
+        so whoever shares a step with a longer prompt only gets its first token later."""
+        room, before = turn.budget, sum(turn.grants.values())
+        kinds: tuple[Kind, Kind] = ("long", "short") if self._passed_over else ("short", "long")
+        for kind in kinds:
+            turn.only, turn.budget = kind, room
+            self._prefill(prefilling, turn, now)
+            if turn.num_prefills:
+                self._passed_over = kind == "short" and turn.passed_over
+                break
+        turn.budget = room - (sum(turn.grants.values()) - before)
+
     def _grant_prefill(self, request: Request, turn: Turn) -> None:
         remaining = request.num_total - request.num_computed
         if turn.budget <= 0 or turn.num_prefills >= self.config.max_prefill_batch:
@@ -194,13 +214,13 @@ class Scheduler:
             if count < remaining and turn.num_prefills:
                 return
             count = remaining  # a prompt that is never cut may exceed the budget when it is the step's only one
-        elif self._is_capped(remaining, turn):
+        elif not turn.only and self._is_capped(remaining, turn):
             turn.capped.append(request)
             count = min(count, turn.long_budget)
             turn.long_budget -= count
         if count > 0:
             turn.grants[request] = count
-            turn.budget -= count
+            turn.budget = 0 if turn.only == "long" else turn.budget - count
             turn.num_prefills += 1
 
     def _is_capped(self, remaining: int, turn: Turn) -> bool:
@@ -238,6 +258,8 @@ class Scheduler:
             if request.num_pending or (request.awaits and request.awaits in self._computing):
                 continue
             if not static and not self._would_start(request, turn):
+                if turn.only and now - request.arrival >= self.config.ageing_s:
+                    break
                 continue
             if self._try_admit(request):
                 num_admitted += 1
@@ -252,6 +274,8 @@ class Scheduler:
     def _would_start(self, request: Request, turn: Turn) -> bool:
         if not self.config.chunked_prefill:
             return request.uncached_estimate <= turn.budget or not turn.num_prefills
+        if turn.only:
+            return not turn.leaves_out(request.uncached_estimate)
         return turn.long_budget > 0 or not self._is_capped(request.uncached_estimate, turn)
 
     def _hit_limit(self, request: Request) -> int:

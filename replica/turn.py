@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from replica.batch import Batch
 from replica.request import Request
 from replica.step_time import StepShape
+
+Kind = Literal["", "short", "long"]
 
 
 @dataclass(slots=True)
@@ -36,3 +39,15 @@ class Turn:
     num_prefills: int = 0
     preempted: bool = False
     shorts_wait: bool | None = None
+    only: Kind = ""
+    """In a step that may be long, which prompts are in it, short ones or one long one."""
+    passed_over: bool = False
+    """A long prompt was next in line and had to let short ones pass."""
+
+    def leaves_out(self, remaining: int) -> bool:
+        """Whether a prefill of so many tokens is not for this step."""
+        is_long = remaining > self.cap
+        if not self.only or is_long == (self.only == "long"):
+            return False
+        self.passed_over |= is_long
+        return True

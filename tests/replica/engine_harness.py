@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from replica.batch import Batch
@@ -19,9 +19,11 @@ VOCAB = 499
 FACTS = ModelFacts(max_position=4096, num_layers=2, num_kv_heads=2, head_dim=16)
 
 
-def make_config(**options: Any) -> ResolvedConfig:
+def make_config(*, busy_chunk_size: int | None = None, **options: Any) -> ResolvedConfig:
+    """``busy_chunk_size``: of steps where many decode, as a GPU's default has it."""
     options.setdefault("max_num_pages", 400)
-    return resolve(EngineConfig(**options), FACTS)
+    config = resolve(EngineConfig(**options), FACTS)
+    return config if busy_chunk_size is None else replace(config, busy_chunk_size=busy_chunk_size)
 
 
 def host_gb(pages: int, page_size: int = 16) -> float:

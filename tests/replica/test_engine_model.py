@@ -42,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
         async_scheduling=st.booleans(),
         prefix_caching=st.sampled_from([True, True, False]),
         chunk=st.sampled_from([8, 32, 256]),
+        busy=st.sampled_from([None, 8]),
         pages=st.sampled_from([12, 20, 60]),
         capacity=st.sampled_from(["auto", 3]),
         priority=st.sampled_from(["low", "high"]),
@@ -50,7 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 30]),
     )
     def start(
-        self, async_scheduling, prefix_caching, chunk, pages, capacity, priority, scheduler, wrong_every, host
+        self, async_scheduling, prefix_caching, chunk, busy, pages, capacity, priority, scheduler, wrong_every, host
     ) -> None:
         self.fail_step = False
         self.fail_row: int | None = None
@@ -59,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
             async_scheduling=async_scheduling,
             prefix_caching=prefix_caching,
             chunk_size=chunk,
+            busy_chunk_size=busy,
             max_num_pages=pages,
             prefix_cache_max_pages=capacity,
             prefill_priority=priority,

@@ -173,10 +173,13 @@ def test_short_prompts_slip_in_beside_a_long_one() -> None:
     harness.finish()
 
 
-def test_a_long_prompt_finishes_under_endless_short_arrivals() -> None:
+@pytest.mark.parametrize("busy", [None, 24])
+def test_a_long_prompt_finishes_under_endless_short_arrivals(busy: int | None) -> None:
+    """It gets half of each step, or, where steps may be long, every other one to itself."""
     harness = Harness(
-        chunk_size=64, long_prefill_tokens=32, max_batch_size=8, max_num_pages=300, async_scheduling=False
-    )
+        chunk_size=64, busy_chunk_size=busy, long_prefill_tokens=32, max_batch_size=8, max_num_pages=300,
+        async_scheduling=False,
+    )  # fmt: skip
     count = 0
 
     def flood() -> None:
@@ -198,6 +201,53 @@ def test_a_long_prompt_finishes_under_endless_short_arrivals() -> None:
             begun = harness.engine.num_steps
     assert harness.outputs[long].ids and count > 20
     assert harness.engine.num_steps - begun <= 640 // 32 + 3
+
+
+def test_where_steps_are_long_short_and_long_prompts_take_turns() -> None:
+    """Nobody's first token waits for a longer prompt in the same step, and no long prompt waits for two steps."""
+    harness = Harness(
+        chunk_size=256, busy_chunk_size=64, long_prefill_tokens=32, max_batch_size=16, max_num_pages=300,
+        async_scheduling=False,
+    )  # fmt: skip
+    for i in range(2):
+        harness.submit(prompt_of(300 + i, seed=i), max_tokens=1)
+    for i in range(5):
+        harness.submit(prompt_of(20, seed=10 + i), max_tokens=8)
+    harness.step(2)
+    harness.submit(prompt_of(20, seed=20), max_tokens=1)
+    harness.finish()
+    prefills = [
+        [(row.start, len(row.token_ids)) for row in batch.rows if row.start == 0 or len(row.token_ids) > 1]
+        for batch in harness.batches[:6]
+    ]
+    assert prefills == [
+        [(0, 20)] * 5,
+        [(0, 256 - 5)],
+        [(0, 20)],
+        [(251, 49)],
+        [(0, 256 - 5)],
+        [(251, 50)],
+    ]
+
+
+def test_a_long_prompt_without_room_that_has_aged_is_not_overtaken() -> None:
+    for aged in (False, True):
+        harness = Harness(
+            max_num_pages=41, max_batch_size=8, max_model_len=640, watermark=0.0, async_scheduling=False,
+            chunk_size=512, busy_chunk_size=64, long_prefill_tokens=64,
+        )  # fmt: skip
+        holder = harness.submit(prompt_of(300), max_tokens=60)
+        harness.step(2)
+        big = harness.submit(prompt_of(500, seed=1), max_tokens=1)
+        harness.step()
+        if aged:
+            harness.request(big).arrival -= 10
+        small = harness.submit(prompt_of(20, seed=2), max_tokens=1)
+        harness.step(5)
+        assert bool(harness.outputs[small].ids) is not aged
+        assert harness.request(big).slot == -1 and not harness.outputs[holder].finish
+        harness.finish()
+        assert harness.outputs[big].ids and harness.outputs[small].ids
 
 
 def test_what_no_short_prompt_needs_goes_to_the_long_one() -> None:

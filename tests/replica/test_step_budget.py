@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -61,8 +60,7 @@ def test_before_the_fit_and_beyond_the_target() -> None:
 
 
 def test_without_a_target_few_who_decode_bear_longer_steps() -> None:
-    config = dataclasses.replace(make_config(chunk_size=2048, max_batch_size=64), busy_chunk_size=1024)
-    varying = StepBudget(config, StepTimeModel())
+    varying = StepBudget(make_config(chunk_size=2048, busy_chunk_size=1024, max_batch_size=64), StepTimeModel())
     assert [varying.tokens(9000, running, 0) for running in (0, QUIET, QUIET + 1, 64)] == [2048, 2048, 1024, 1024]
     assert varying.varies and not budget("off", fitted()).varies
     assert budget("off", fitted()).tokens(9000, 64, 0) == 2048
