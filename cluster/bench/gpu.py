@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,9 @@ from cluster.bench.gpu_loads import parse_run
 from cluster.bench.shapes import SHAPES
 
 TIMEOUT_S = 1500.0
+END_S = 90.0
+"""For a side to end its engine."""
+POLL_S = 0.25
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("vllm",)
 UNITS = {
@@ -139,12 +146,52 @@ def _side(load: Workload, side: str, shape: str, runs: tuple[str, ...], console:
         ]
         command += ["--options", json.dumps(load.peer_options if theirs else load.options), "--runs", *runs]
         command += ["--limit", str(load.limit)] if load.limit else []
-        with log.open("wb") as sink:
-            code = subprocess.run(command, env=env, stdout=sink, stderr=sink, timeout=TIMEOUT_S, check=False).returncode
-        if code or not out.exists():
-            raise SideFailed(f"{side} on {shape} ended with {code}:\n{log.read_text(errors='replace')[-4000:]}")
-        report: dict[str, Any] = json.loads(out.read_text())
+        code = _watch(command, env, out, log, console)
+        report = _read(out)
+        if code or "after" not in report:
+            what = f"did not end within {TIMEOUT_S:.0f} s" if code is None else f"ended with {code}"
+            raise SideFailed(f"{side} on {shape} {what}:\n{log.read_text(errors='replace')[-4000:]}")
     return report
+
+
+def _watch(command: list[str], env: dict[str, str], out: Path, log: Path, console: Console) -> int | None:
+    """Runs a side, showing each run as it is over; its exit status, None when it took too long. Whatever ends this,
+    Ctrl-C and SIGTERM included, the side is told to end its engine and waited for, or the GPU would stay taken."""
+    until, shown = time.monotonic() + TIMEOUT_S, 0
+    with log.open("wb") as sink, _terminated_like_ctrl_c():
+        process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True)
+        try:
+            while True:
+                code = process.poll()
+                runs = list(_read(out).get("runs", {}).items())
+                for text, found in runs[shown:]:
+                    console.print(f"  {text}: " + ", ".join(f"{n} {found[n]:g}" for n in SHOWN if n in found))
+                shown = len(runs)
+                if code is not None or time.monotonic() >= until:
+                    return code
+                time.sleep(POLL_S)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+@contextmanager
+def _terminated_like_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    """The report so far."""
+    return dict(json.loads(out.read_text())) if out.exists() else {}
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], text: str) -> dict[str, tuple[float, bool]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ MODEL = "bench"
 READY_S = 500.0
 STOP_S = 60.0
 SHARD_LAYERS = 4
+STACK_DUMP = re.compile(r"logging\.cc:\d+: |^ {4}@ ")
+"""Ray's, of the processes that it ends: longer than what was the matter."""
 
 
 class HttpSide(ABC):
@@ -60,7 +63,11 @@ class HttpSide(ABC):
             self._process = subprocess.Popen(  # noqa: ASYNC220  # it only forks
                 command, env=env, stdout=sink, stderr=sink, start_new_session=True
             )
-        await asyncio.to_thread(self._await_ready)
+        try:
+            await asyncio.to_thread(self._await_ready)
+        except BaseException:  # cancelled: nobody would end it later
+            self._end()
+            raise
         timeout = aiohttp.ClientTimeout(total=600)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         found = await asyncio.to_thread(self.describe)
@@ -88,11 +95,12 @@ class HttpSide(ABC):
                 if self.is_ready():
                     return
             time.sleep(0.25)
-        text = self._log.read_text(errors="replace")[-4000:]
-        self._end()
+        lines = self._log.read_text(errors="replace").splitlines()
+        text = "\n".join(line for line in lines if not STACK_DUMP.search(line))[-4000:]
         raise RuntimeError(f"the server is not ready: {text}")
 
     def _end(self) -> None:
+        """Idempotent."""
         self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(STOP_S)
@@ -129,11 +137,12 @@ class HttpSide(ABC):
         return trace
 
     async def stop(self) -> dict[str, Any]:
-        await self._session.close()
-        found = await asyncio.to_thread(self.describe)
-        await asyncio.to_thread(self._end)
-        self._folder.cleanup()
-        return found
+        try:
+            await self._session.close()
+            return await asyncio.to_thread(self.describe)
+        finally:
+            await asyncio.to_thread(self._end)
+            self._folder.cleanup()
 
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=5) as reply:

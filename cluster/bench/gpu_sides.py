@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,35 @@ def write_model_folder(shape: Shape, folder: Path) -> None:
         (folder / name).write_text(json.dumps(content))
 
 
-async def measure(side: Side, shape: Shape, runs: list[str], limit: int | None) -> dict[str, Any]:
-    """Every run in turn, after a warm-up; raises RuntimeError when a request fails while decoding is measured."""
+async def measure(
+    side: Side,
+    shape: Shape,
+    runs: list[str],
+    limit: int | None,
+    told: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Every run in turn, after a warm-up. ``told`` gets the report after each. Raises RuntimeError when a request fails
+    while decoding is measured. However this ends, the engine has ended before."""
     began = time.perf_counter()
     report: dict[str, Any] = {"settings": await side.start(), "ready_s": round(time.perf_counter() - began, 1)}
-    print(f"ready in {report['ready_s']} s", flush=True)
+    try:
+        await _measure(side, shape, runs, limit, report, told)
+    except BaseException:
+        with suppress(Exception):
+            await side.stop()
+        raise
+    report["after"] = await side.stop()
+    return report
+
+
+async def _measure(
+    side: Side,
+    shape: Shape,
+    runs: list[str],
+    limit: int | None,
+    report: dict[str, Any],
+    told: Callable[[dict[str, Any]], None],
+) -> None:
     warm = [Job(job.prompt, 48) for job in mixed_lengths(987654)[:64]]
     longest = random.Random("warm")
     await closed_loop(side, [*warm, Job([longest.randrange(1000, 9000) for _ in range(4096)], 32)])
@@ -197,9 +222,7 @@ async def measure(side: Side, shape: Shape, runs: list[str], limit: int | None) 
             found = summary(*await closed_loop(side, make(int(argument or 0))[:limit]))
             capacity = found["requests_s"] if kind == "S" else capacity
         report["runs"][text] = found
-        print(f"{text}: {json.dumps(found)}", flush=True)
-    report["after"] = await side.stop()
-    return report
+        told(report)
 
 
 async def _decode(side: Side, shape: Shape, batch: int) -> dict[str, Any]:
@@ -246,9 +269,14 @@ def main() -> None:
         "side": args.side, "shape": args.shape, "options": args.options, "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
+
+    def write(report: dict[str, Any]) -> None:
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps({**head, **report}, indent=1) + "\n")
+        part.replace(args.out)
+
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-        report = runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit))
-    args.out.write_text(json.dumps({**head, **report}, indent=1) + "\n")
+        write(runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +132,7 @@ def report_of(side: str, scale: float) -> dict[str, Any]:
     row = {"tokens_s": 1000.0 * scale, "failed": 0, **times}
     return {
         "side": side,
+        "after": {},
         "runs": {"S:0": row, "open:50%": {"rate": 5.0, **row}, "decode:1": {"tokens_s": 10.0 * scale}},
     }
 
@@ -138,17 +143,17 @@ def test_peer_first_and_at_its_rate(
 ) -> None:
     commands: list[list[str]] = []
 
-    def fake(command: list[str], env: dict[str, str], **_: Any) -> Any:
+    def fake(command: list[str], env: dict[str, str], out: Path, *_: Any) -> int:
         commands.append(command)
         side = command[3]
         runs = command[command.index("--runs") + 1 :]
         report = report_of(side, 1.0 if side == "vllm" else scale)
         report["runs"] = dict(zip(runs, report["runs"].values(), strict=True))
-        Path(command[command.index("--out") + 1]).write_text(json.dumps(report))
+        out.write_text(json.dumps(report))
         assert (env["PYTHONPATH"].split(":")[0] == str(tmp_path)) == (side == "vllm")
-        return type("Done", (), {"returncode": 0})
+        return 0
 
-    monkeypatch.setattr(gpu.subprocess, "run", fake)
+    monkeypatch.setattr(gpu, "_watch", fake)
     load = gpu.Workload.parse("qwen3-8b", "S:0,open:50%,decode:1", "vllm", tmp_path, "{}", "{}", None)
     figures = gpu.run(load, Console(quiet=True))
     assert [command[3] for command in commands] == ["vllm", "everwarm"]
@@ -159,14 +164,74 @@ def test_peer_first_and_at_its_rate(
     assert f"{scale:.2f}x" in console.export_text()
 
 
-def test_a_side_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(command: list[str], stdout: Any, **_: Any) -> Any:
-        stdout.write(b"out of memory")
-        return type("Done", (), {"returncode": 1})
+@pytest.mark.parametrize(
+    ("code", "said"), [(1, "ended with 1:\nout of memory"), (0, "ended with 0"), (None, "did not end")]
+)
+def test_a_side_that_does_not_finish_is_an_error(monkeypatch: pytest.MonkeyPatch, code: int | None, said: str) -> None:
+    def fake(command: list[str], env: dict[str, str], out: Path, log: Path, console: Console) -> int | None:
+        log.write_text("out of memory")
+        return code
 
-    monkeypatch.setattr(gpu.subprocess, "run", fake)
-    with pytest.raises(gpu.SideFailed, match="ended with 1"):
+    monkeypatch.setattr(gpu, "_watch", fake)
+    with pytest.raises(gpu.SideFailed, match=said):
         gpu.run(gpu.Workload.parse("qwen3-8b", "S", None, None, "{}", "{}", None), Console(quiet=True))
+
+
+SIDE = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+out.write_text(json.dumps({"runs": {"S:0": {"tokens_s": 12.5}}}))
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    out.with_name("ended").touch()
+"""
+
+
+def test_a_side_that_takes_too_long_ends_its_engine_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 1.0)
+    out, console = tmp_path / "report.json", Console(record=True, width=200)
+    code = gpu._watch([sys.executable, "-c", SIDE, str(out)], dict(os.environ), out, tmp_path / "log", console)
+    assert code is None and (tmp_path / "ended").exists()
+    assert "S:0: tokens_s 12.5" in console.export_text(), "what was measured before is on the screen"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_bench_that_is_ended_ends_its_side(tmp_path: Path, sent: signal.Signals) -> None:
+    out = tmp_path / "report.json"
+    program = (
+        "import os, sys; from pathlib import Path; from rich.console import Console; from cluster.bench import gpu; "
+        "_, _, out, log = sys.argv; side = [sys.executable, '-c', *sys.argv[1:]]; "
+        "gpu._watch(side, dict(os.environ), Path(out), Path(log), Console())"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", program, SIDE, str(out), str(tmp_path / "log")])
+    until = time.monotonic() + 30
+    while not out.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    bench.send_signal(sent)
+    assert bench.wait(30) != 0
+    assert (tmp_path / "ended").exists()
+
+
+def test_an_engine_is_stopped_when_its_runs_fail() -> None:
+    class Broken:
+        stopped = False
+
+        async def start(self) -> dict[str, Any]:
+            return {}
+
+        async def run(self, job: gpu_loads.Job) -> gpu_loads.Trace:
+            raise RuntimeError("no more")
+
+        async def stop(self) -> dict[str, Any]:
+            self.stopped = True
+            return {}
+
+    side = Broken()
+    with pytest.raises(RuntimeError, match="no more"):
+        asyncio.run(gpu_sides.measure(side, SHAPES["qwen3-8b"], ["S:0"], limit=4))
+    assert side.stopped
 
 
 def test_without_a_gpu_the_side_says_so() -> None:

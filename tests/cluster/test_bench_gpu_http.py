@@ -93,21 +93,37 @@ def test_a_server_that_dies_says_why() -> None:
         def prepare(self, root: Path) -> None: ...
 
         def command(self, root: Path) -> tuple[list[str], dict[str, str]]:
-            return [sys.executable, "-c", "raise SystemExit('no device')"], dict(os.environ)
+            dump = "[2026 E 1 1] logging.cc:474: *** SIGTERM\\n" + "    @ 0x7f05 80 (unknown)\\n" * 200
+            return [sys.executable, "-c", f"print('no device\\n{dump}', end='')"], dict(os.environ)
 
-    with pytest.raises(RuntimeError, match="not ready: no device"):
+    with pytest.raises(RuntimeError, match=r"not ready: no device$"):
         asyncio.run(Dead(TINY, {}).start())
+
+
+def test_a_start_that_is_given_up_ends_the_server() -> None:
+    class Slow(VllmServer):
+        def prepare(self, root: Path) -> None: ...
+
+        def command(self, root: Path) -> tuple[list[str], dict[str, str]]:
+            return [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
+
+    async def give_up(side: Slow) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(side.start(), 1.0)
+
+    side = Slow(TINY, {})
+    asyncio.run(give_up(side))
+    assert side._process.poll() is not None
 
 
 def test_both_sides_are_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sides = []
 
-    def fake(command: list[str], **_: Any) -> Any:
+    def fake(command: list[str], env: dict[str, str], out: Path, *_: Any) -> int:
         sides.append(command[3])
-        report = {"runs": {"S:0": {"tokens_s": 1.0, "requests_s": 1.0}}}
-        Path(command[command.index("--out") + 1]).write_text(json.dumps(report))
-        return type("Done", (), {"returncode": 0})
+        out.write_text(json.dumps({"runs": {"S:0": {"tokens_s": 1.0, "requests_s": 1.0}}, "after": {}}))
+        return 0
 
-    monkeypatch.setattr(gpu.subprocess, "run", fake)
+    monkeypatch.setattr(gpu, "_watch", fake)
     gpu.run(gpu.Workload.parse("qwen3-8b", "S:0", "vllm", tmp_path, "{}", "{}", None, True), Console(quiet=True))
     assert sides == ["vllm-http", "everwarm-http"]
