@@ -62,7 +62,7 @@ class Engine:
     ``on_deltas`` gets, once per processed step, every (owner, delta); owner is the object given to ``submit``.
     ``on_events`` gets one EventBatch per step with changes and a heartbeat at least every 50 ms.
     ``on_said`` is called once after either or both, so that a step's output can be sent in one go.
-    ``masks`` makes a request's grammar mask source; without it, grammars are refused.
+    ``masks`` makes a request's grammar mask source; without it, grammars are refused. ``clock``: seconds.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Engine:
         on_events: Callable[[EventBatch], None],
         on_said: Callable[[], None] = lambda: None,
         masks: MaskFactory | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         room = (runner.num_pages - 1) * config.page_size
         max_model_len = min(config.max_model_len, runner.max_model_len, room)
@@ -94,6 +95,7 @@ class Engine:
         self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
         self._on_deltas, self._on_events, self._on_said = on_deltas, on_events, on_said
+        self._clock = clock
         self._depth = 2 if config.async_scheduling else 1
         self._flights: deque[_Flight] = deque()
         self._live: dict[tuple[int, str], Request] = {}
@@ -108,7 +110,7 @@ class Engine:
         self._fatal: str | None = None
         self._serials = itertools.count()
         self.num_steps = self._failed_in_a_row = 0
-        self._last_done = self._last_emit = time.monotonic()
+        self._last_done = self._last_emit = self._clock()
         self.step_ms: deque[float] = deque(maxlen=1024)
         self._fit = self.step_time.coefficients
 
@@ -151,7 +153,7 @@ class Engine:
                 f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",
                 retry_after_s=min(60.0, max(1.0, self.scheduler.queued_tokens * self._fit[0] / 1e3)),
             )
-        taken = build_request(request, owner, self.config, self.runner.vocab_size, time.monotonic(), self._masks)
+        taken = build_request(request, owner, self.config, self.runner.vocab_size, self._clock(), self._masks)
         key = (id(owner), request.request_id)
         if self._live.setdefault(key, taken) is not taken:
             raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
@@ -220,7 +222,7 @@ class Engine:
 
     def iterate(self) -> None:
         """One turn of the loop. For the engine's thread, or for a caller who never starts it."""
-        now = time.monotonic()
+        now = self._clock()
         self._inbox.run()
         self._expire(now)
         self.watch.turn(now, self.scheduler, idle=not self._live and not self._flights)
@@ -286,11 +288,11 @@ class Engine:
         try:
             result = flight.step.result()
         except Exception as error:
-            self._last_done = time.monotonic()
+            self._last_done = self._clock()
             self._fail(flight.plan, error)
             return
         self._failed_in_a_row = 0
-        now = time.monotonic()
+        now = self._clock()
         step_ms = (now - max(flight.launched, self._last_done)) * 1e3
         self._last_done = now
         self.step_ms.append(step_ms)
@@ -420,12 +422,12 @@ class Engine:
         return True
 
     def _emit(self, now: bool) -> bool:
-        due = time.monotonic() - self._last_emit >= HEARTBEAT_S
+        due = self._clock() - self._last_emit >= HEARTBEAT_S
         if not (due or now or self.events.has_changes):
             return False
         if due:
             self._fit = self.step_time.coefficients
-        self._last_emit = time.monotonic()
+        self._last_emit = self._clock()
         self._tell(self._on_events, self.events.emit(load_of(self.scheduler, self._fit)))
         return True
 
@@ -437,7 +439,7 @@ class Engine:
         if not self._flights:
             return 0.0, 0.0
         flight = self._flights[0]
-        age = time.monotonic() - max(flight.launched, self._last_done)
+        age = self._clock() - max(flight.launched, self._last_done)
         return age, self.step_time.predict(flight.plan.shape) / 1e3
 
     def _audit(self) -> None:

@@ -217,3 +217,27 @@ def bench_gpu(
     bench.show(figures, console)
     report(figures, bench.UNITS, json_path)
     raise typer.Exit(0 if bench.holds(figures) else 1)
+
+
+@app.command("schedule", epilog="Example: everwarm bench schedule --options '{\"chunk_size\": 1024}' --draws 8")
+def bench_schedule(
+    shape: Annotated[str, typer.Option(help="As in bench gpu.")] = "qwen3-8b",
+    runs: Annotated[
+        str, typer.Option(help="S[:seed], P[:seed] or open:RATE, comma-separated.")
+    ] = "S:0,open:13.5,open:21.7",
+    options: Annotated[str, typer.Option(help="EngineConfig, JSON.")] = "{}",
+    costs: Annotated[str, typer.Option(help="What steps take, JSON: decode, prefill, sizes.")] = "{}",
+    draws: Annotated[int, typer.Option(min=0, help="So many other draws of each load besides.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each load.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """The real scheduler and loop on a virtual clock, by what steps take on a GPU: TTFT and gaps without one."""
+    from cluster.bench import schedule as bench
+
+    try:
+        load = bench.Workload.parse(shape, runs, options, costs, draws, limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    figures = bench.run(load)
+    bench.show(figures, Console())
+    report(figures, bench.UNITS, json_path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,9 +65,9 @@ def _ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(*_WORDS) for _ in range(count)]
 
 
-def mixed_lengths(seed: int, count: int = 500) -> list[Job]:
-    """S."""
-    lengths, ids = random.Random(20260101), random.Random(f"S{seed}")
+def mixed_lengths(seed: int, count: int = 500, draw: int = 0) -> list[Job]:
+    """S; another ``draw`` has other lengths."""
+    lengths, ids = random.Random(20260101 + draw), random.Random(f"S{seed}")
     long = set(lengths.sample(range(count), round(0.08 * count)))
     sizes = [lengths.randint(2048, 4096) if i in long else round(128 * 4 ** lengths.random()) for i in range(count)]
     return [Job(_ids(ids, size), 128) for size in sizes]
@@ -86,10 +87,10 @@ def equal_prompts(seed: str, batch: int) -> list[Job]:
     return [Job(_ids(ids, 1024), 256) for _ in range(batch)]
 
 
-def open_jobs(seed: int, count: int) -> list[Job]:
+def open_jobs(seed: int, count: int, draw: int = 0) -> list[Job]:
     """open."""
-    outputs = random.Random(20260103)
-    jobs = mixed_lengths(seed)[:count]
+    outputs = random.Random(20260103 + draw)
+    jobs = mixed_lengths(seed, draw=draw)[:count]
     for job in jobs:
         job.tokens = round(16 * 16 ** outputs.random())
     return jobs
@@ -109,9 +110,15 @@ async def closed_loop(side: Side, jobs: list[Job], concurrency: int = CONCURRENC
     return traces, time.perf_counter() - began
 
 
+def arrival_gaps(rate: float, seed: int) -> Iterator[float]:
+    """Seconds between arrivals at random, ``rate`` a second."""
+    arrivals = random.Random(f"A{seed}")
+    while True:
+        yield arrivals.expovariate(rate)
+
+
 async def open_loop(side: Side, jobs: list[Job], rate: float, seed: int) -> tuple[list[Trace], float]:
     """Poisson arrivals; a request's clock starts when it was due."""
-    arrivals = random.Random(f"A{seed}")
 
     async def one(job: Job, due: float) -> Trace:
         trace = await side.run(job)
@@ -120,8 +127,8 @@ async def open_loop(side: Side, jobs: list[Job], rate: float, seed: int) -> tupl
 
     began = due = time.perf_counter()
     tasks = []
-    for job in jobs:
-        due += arrivals.expovariate(rate)
+    for job, gap in zip(jobs, arrival_gaps(rate, seed), strict=False):
+        due += gap
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(job, due)))
     return list(await asyncio.gather(*tasks)), time.perf_counter() - began
