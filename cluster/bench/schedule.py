@@ -290,5 +290,5 @@ def show(figures: dict[str, Any], console: Console) -> None:
         table.add_row(text, *(f"{found[name]:.5g}" for name in SHOWN), end_section="draws" not in found)
         for place, name in enumerate(("least", "mean", "most") if "draws" in found else ()):
             cells = (f"{found['draws'][column][place]:.5g}" for column in SHOWN)
-            table.add_row(f"other draws, {name}", *cells, end_section=name == "most")
+            table.add_row(f"draws: {name}", *cells, end_section=name == "most")
     console.print(table)
