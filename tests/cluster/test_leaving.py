@@ -64,6 +64,8 @@ def check_invariants(made: Stack, gone: str | None = None) -> None:
 async def test_200_clients_that_vanish(tiny: Path) -> None:
     async with stack(str(tiny), 2, max_num_pages=1024) as made, listening(made) as url:
         connections = [post(url, long_answer(i, stream=i % 2 == 0, n=1 + i % 3 // 2)) for i in range(200)]
+        # Reading and tokenizing 200 prompts is not part of the second.
+        await until(lambda: made.api.services.in_flight == 200)
         await running(made, 16)
         for connection in connections:
             connection.close()
