@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from runner_driver import make_runner
@@ -72,6 +73,15 @@ def test_in_a_crowd(reference, chunk: int | None, prefix_caching: bool, async_sc
         check(llm, reference)
         hits = llm.engine.info()["counters"]["prefix_hits"]
         assert (hits > 0) is prefix_caching
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_where_short_and_long_prompts_take_turns(reference, prefix_caching: bool) -> None:
+    """As on a GPU by default: long steps while few decode."""
+    runner = make_runner(seed=3, prefix_caching=prefix_caching, max_batch_size=16, max_num_pages=400, chunk_size=256)
+    with LLM(replace(runner.config, busy_chunk_size=64), runner) as llm:
+        check(llm, reference)
+        llm.engine.check_invariants()
 
 
 @pytest.fixture(scope="module")
