@@ -25,19 +25,17 @@ from operator import attrgetter
 
 import numpy as np
 
-from replica.batch import FROM_DEVICE, NULL_PAGE, Batch, Row
+from replica.batch import NULL_PAGE
 from replica.config import ResolvedConfig
 from replica.page_pool import PagePool
 from replica.request import Request
 from replica.speculation import Speculation
 from replica.step_budget import StepBudget
-from replica.step_time import StepShape, StepTimeModel
+from replica.step_time import StepTimeModel
 from replica.turn import Kind, Plan, Turn
 
 LOOKAHEAD = 16
 """Waiting requests without room that admission looks past, in one step."""
-_NEWEST = np.array([FROM_DEVICE], dtype=np.int32)
-_NEWEST.flags.writeable = False
 _key = attrgetter("key")
 
 
@@ -133,22 +131,19 @@ class Scheduler:
             progressed = request.num_tokens + request.num_pending > request.admitted_total
             (decoding if progressed else prefilling).append(request)
         turn = self._open_turn(decoding, prefilling)
+        apart = turn.budget > self._step_budget.typical and self.config.scheduler == "continuous"
+        prefill = self._prefill_apart if apart else self._prefill_together
         if self.config.prefill_priority == "high":
-            self._prefill(prefilling, turn, now)
-            self._top_up(turn)
+            prefill(prefilling, turn, now)
             self._decode(decoding, turn)
-        elif turn.budget > self._step_budget.typical and self.config.scheduler == "continuous":
-            self._decode(decoding, turn)
-            self._prefill_apart(prefilling, turn, now)
         else:
             self._decode(decoding, turn)
-            self._prefill(prefilling, turn, now)
-            self._top_up(turn)
+            prefill(prefilling, turn, now)
         if turn.preempted and not self.running:  # alone, it gave itself up for the copies it pinned: now there is room
             self._admit(turn, now)
         if self.speculation is not None:
             self.speculation.extend(turn, self.pool, self.config.page_size)
-        return self._build(step, turn) if turn.grants else None
+        return turn.plan(step, self.config.page_size) if turn.grants else None
 
     def _open_turn(self, decoding: list[Request], prefilling: list[Request]) -> Turn:
         cap, most = self.config.long_prefill_tokens, self.config.chunk_size
@@ -191,6 +186,10 @@ class Scheduler:
                 self._grant_prefill(request, turn)
         if not turn.preempted:
             self._admit(turn, now)
+
+    def _prefill_together(self, prefilling: list[Request], turn: Turn, now: float) -> None:
+        self._prefill(prefilling, turn, now)
+        self._top_up(turn)
 
     def _prefill_apart(self, prefilling: list[Request], turn: Turn, now: float) -> None:
         """Short prompts or one long one, in turn where both wait: a token costs the same in any step that is not small,
@@ -369,52 +368,6 @@ class Scheduler:
         for page_hash in request.hashes[request.num_published :]:
             if self._computing.get(page_hash) is request:
                 del self._computing[page_hash]
-
-    # --- rows
-
-    def _build(self, step: int, turn: Turn) -> Plan | None:
-        plan = Plan(Batch(step, []), [], StepShape())
-        rows, requests, shape, size = plan.batch.rows, plan.requests, plan.shape, self.config.page_size
-        for request, count in turn.grants.items():
-            start, num_tokens = request.num_computed, request.num_tokens
-            end = start + count
-            total = num_tokens + request.num_pending
-            if (drafts := turn.drafts.get(request)) is not None:
-                token_ids = np.append(request.ids[start:num_tokens], drafts)
-                num_samples = 1 + len(drafts)
-            else:
-                token_ids = _NEWEST if end > num_tokens else request.ids[start:end]
-                num_samples = 1 if end == total else 0
-            mask = None
-            if num_samples and request.masking is not None:
-                mask = request.masking.mask_call(total - request.num_prompt, token_ids[count - num_samples + 1 :])
-            pages = request.view if end > (request.num_pages - 1) * size else request.view[: (end + size - 1) // size]
-            rows.append(
-                Row(
-                    request.slot,
-                    start,
-                    token_ids,
-                    pages,
-                    num_samples,
-                    request.sampling,
-                    request.fresh,
-                    request.ids[:num_tokens] if request.fresh else None,
-                    request.num_prompt,
-                    end - num_samples + 1,
-                    mask,
-                )
-            )
-            requests.append(request)
-            if total > request.admitted_total:
-                shape.context += end
-                shape.running += count
-            else:
-                shape.prefill_tokens += count
-                shape.prefill_quad += count * (start + count / 2)
-            request.fresh = False
-            request.num_computed = end
-            request.num_pending += num_samples
-        return plan if rows else None
 
     def check_invariants(self) -> None:
         """Exact audit of pages, slots, references, queues and claims; raises AssertionError."""

@@ -7,10 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from replica.batch import Batch
+from replica.batch import FROM_DEVICE, Batch, Row
 from replica.request import Request
 from replica.step_time import StepShape
 
+_NEWEST = np.array([FROM_DEVICE], dtype=np.int32)
+_NEWEST.flags.writeable = False
 Kind = Literal["", "short", "long"]
 
 
@@ -51,3 +53,49 @@ class Turn:
             return False
         self.passed_over |= is_long
         return True
+
+    def plan(self, step: int, page_size: int) -> Plan:
+        """The step that was handed out; its requests count as computed up to there from now on."""
+        plan = Plan(Batch(step, []), [], StepShape())
+        rows, requests, shape = plan.batch.rows, plan.requests, plan.shape
+        for request, count in self.grants.items():
+            start, num_tokens = request.num_computed, request.num_tokens
+            end = start + count
+            total = num_tokens + request.num_pending
+            if (drafts := self.drafts.get(request)) is not None:
+                token_ids = np.append(request.ids[start:num_tokens], drafts)
+                num_samples = 1 + len(drafts)
+            else:
+                token_ids = _NEWEST if end > num_tokens else request.ids[start:end]
+                num_samples = 1 if end == total else 0
+            mask = None
+            if num_samples and request.masking is not None:
+                mask = request.masking.mask_call(total - request.num_prompt, token_ids[count - num_samples + 1 :])
+            in_use = (end + page_size - 1) // page_size
+            pages = request.view if end > (request.num_pages - 1) * page_size else request.view[:in_use]
+            rows.append(
+                Row(
+                    request.slot,
+                    start,
+                    token_ids,
+                    pages,
+                    num_samples,
+                    request.sampling,
+                    request.fresh,
+                    request.ids[:num_tokens] if request.fresh else None,
+                    request.num_prompt,
+                    end - num_samples + 1,
+                    mask,
+                )
+            )
+            requests.append(request)
+            if total > request.admitted_total:
+                shape.context += end
+                shape.running += count
+            else:
+                shape.prefill_tokens += count
+                shape.prefill_quad += count * (start + count / 2)
+            request.fresh = False
+            request.num_computed = end
+            request.num_pending += num_samples
+        return plan

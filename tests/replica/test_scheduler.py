@@ -230,6 +230,44 @@ def test_where_steps_are_long_short_and_long_prompts_take_turns() -> None:
     ]
 
 
+@pytest.mark.parametrize("priority", ["low", "high"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_shares_a_long_step(priority: str, seed: int) -> None:
+    """A step longer than usual holds short prompts or one long one, and all end as they should."""
+    rng = random.Random(seed)
+    harness = Harness(
+        chunk_size=128, busy_chunk_size=32, long_prefill_tokens=24, max_batch_size=24, max_num_pages=900,
+        prefill_priority=priority, async_scheduling=bool(seed % 2), max_model_len=1024,
+    )  # fmt: skip
+    budgets: list[int] = []
+    scheduler = harness.engine.scheduler
+    open_turn = scheduler._open_turn
+    scheduler._open_turn = lambda *running: (turn := open_turn(*running), budgets.append(turn.budget))[0]  # type: ignore
+    long_steps, schedule = [], scheduler.schedule
+
+    def observe(step: int, now: float):
+        plan = schedule(step, now)
+        if plan is not None and budgets[-1] > 32:
+            long_steps.append(plan.batch)
+        return plan
+
+    scheduler.schedule = observe  # type: ignore[method-assign]
+    asked = {}
+    for number in range(60):
+        length = rng.choice([3, 20, 24, 25, 40, 130, 300, 700])
+        prompt, count = prompt_of(length, seed=rng.choice([1, 100 + number])), rng.randrange(1, 30)
+        asked[harness.submit(prompt, max_tokens=count, temperature=0)] = (prompt, count)
+        harness.step(rng.randrange(4))
+    harness.finish()
+    held = [[row.num_prompt - row.start for row in batch.rows if row.start < row.num_prompt] for batch in long_steps]
+    for prefills in held:  # what was left of each prompt, as none is preempted
+        assert len(prefills) == 1 or all(remaining <= 24 for remaining in prefills), prefills
+    assert sum(map(bool, held)) > 20 and any(len(prefills) > 1 for prefills in held)
+    assert max(batch.num_tokens for batch in harness.batches) <= 128 and scheduler.num_preemptions == 0
+    for name, (prompt, count) in asked.items():
+        assert harness.outputs[name].ids == expected_ids(prompt, count, seed=0, vocab_size=VOCAB)
+
+
 def test_a_long_prompt_without_room_that_has_aged_is_not_overtaken() -> None:
     for aged in (False, True):
         harness = Harness(
