@@ -195,14 +195,26 @@ class Scheduler:
         """Short prompts or one long one, in turn where both wait: a token costs the same in any step that is not small,
         so whoever shares a step with a longer prompt only gets its first token later."""
         room, before = turn.budget, sum(turn.grants.values())
+        self._look_again(turn.cap)
         kinds: tuple[Kind, Kind] = ("long", "short") if self._passed_over else ("short", "long")
         for kind in kinds:
             turn.only, turn.budget = kind, room
             self._prefill(prefilling, turn, now)
             if turn.num_prefills:
-                self._passed_over = kind == "short" and turn.passed_over
+                self._passed_over = turn.only == "short" and turn.passed_over
                 break
+        turn.only = ""
         turn.budget = room - (sum(turn.grants.values()) - before)
+
+    def _look_again(self, cap: int) -> None:
+        """Estimates of those next in line that seem long: their pages may have been computed since they were queued."""
+        for request in self.waiting[:LOOKAHEAD]:
+            if request.uncached_estimate <= cap or request.awaits in self._computing:
+                continue
+            hits = self._match(request, self._hit_limit(request))[1]
+            estimate = request.num_tokens - hits * self.config.page_size
+            self.queued_tokens += estimate - request.uncached_estimate
+            request.uncached_estimate = estimate
 
     def _grant_prefill(self, request: Request, turn: Turn) -> None:
         remaining = request.num_total - request.num_computed
@@ -262,7 +274,8 @@ class Scheduler:
                 continue
             if self._try_admit(request):
                 num_admitted += 1
-                self._grant_prefill(request, turn)
+                if turn.takes(request.num_total - request.num_computed):
+                    self._grant_prefill(request, turn)
             elif not request.awaits:
                 if now - request.arrival >= self.config.ageing_s:
                     break

@@ -54,6 +54,12 @@ class Turn:
         self.passed_over |= is_long
         return True
 
+    def takes(self, remaining: int) -> bool:
+        """Whether a prefill that was admitted upon an estimate is for this step; the first decides what it holds."""
+        if self.only and not self.num_prefills:
+            self.only = "long" if remaining > self.cap else "short"
+        return not self.leaves_out(remaining)
+
     def plan(self, step: int, page_size: int) -> Plan:
         """The step that was handed out; its requests count as computed up to there from now on."""
         plan = Plan(Batch(step, []), [], StepShape())

@@ -88,6 +88,18 @@ def test_whoever_waits_takes_over_when_the_computing_request_goes(fate: str) -> 
     assert harness.outputs[twin].ids == expected_ids(prompt_of(320), 2, seed=7, vocab_size=VOCAB)
 
 
+@pytest.mark.parametrize("busy", [None, 256])
+def test_those_who_waited_for_a_long_prefix_start_together(busy: int | None) -> None:
+    """What is left of them is short, whatever it was when they were queued."""
+    harness = Harness(
+        chunk_size=2048, busy_chunk_size=busy, max_batch_size=32, max_num_pages=900, async_scheduling=False
+    )
+    for i in range(8):
+        harness.submit([*prompt_of(1500), i], max_tokens=4)
+    harness.finish()
+    assert [[len(row.token_ids) for row in batch.rows] for batch in harness.batches[:2]] == [[1501], [1] + [13] * 7]
+
+
 # --- order
 
 
@@ -363,12 +375,13 @@ def test_a_pool_that_holds_one_request_serves_all_in_turn() -> None:
 
 @pytest.mark.parametrize("priority", ["low", "high"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_only_one_left_may_give_itself_up(priority: str, ahead: bool) -> None:
+@pytest.mark.parametrize(("chunk", "busy"), [(8, None), (512, 8)])
+def test_the_only_one_left_may_give_itself_up(priority: str, ahead: bool, chunk: int, busy: int | None) -> None:
     """Who computes copies of pages that a twin indexed first pins the twin's as well. When both fill the pool it is its
     own victim, alone, and must be admitted again at once; the loop took that for a deadlock and stopped."""
     harness = Harness(
-        max_num_pages=12, max_model_len=170, max_batch_size=6, chunk_size=8, watermark=0.0,
-        prefill_priority=priority, async_scheduling=ahead,
+        max_num_pages=12, max_model_len=170, max_batch_size=6, chunk_size=chunk, busy_chunk_size=busy,
+        watermark=0.0, prefill_priority=priority, async_scheduling=ahead,
     )  # fmt: skip
     twins = [harness.submit(prompt_of(150), max_tokens=16, seed=7) for _ in range(2)]
     harness.finish()
