@@ -66,6 +66,8 @@ class Request:
     """Hash of a page that another request computes and this one waits for."""
     uncached_estimate: int = 0
     """Tokens to prefill, while waiting."""
+    lacked_room: bool = False
+    """There was none when it was to be admitted last."""
 
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32 block table, [0, num_pages) in use; replaced, not rewritten, at admission."""

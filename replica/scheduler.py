@@ -269,7 +269,7 @@ class Scheduler:
             if request.num_pending or (request.awaits and request.awaits in self._computing):
                 continue
             if not static and not self._would_start(request, turn):
-                if turn.only and now - request.arrival >= self.config.ageing_s:
+                if turn.only and request.lacked_room and now - request.arrival >= self.config.ageing_s:
                     break
                 continue
             if self._try_admit(request):
@@ -320,10 +320,9 @@ class Scheduler:
         tokens = request.num_tokens if config.kv_cache_paging else config.max_model_len
         needed = config.pages_for(tokens) - num_hits
         spare = pool.num_available - needed - self._headroom(request, num_ready)
-        if spare < 0:
-            return False
-        hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]]
-        if spare < pool.num_idle(hits):
+        hits = [pool.lookup(page_hash) for page_hash in request.hashes[:num_hits]] if spare >= 0 else []
+        request.lacked_room = spare < pool.num_idle(hits)
+        if request.lacked_room:
             return False
         pool.acquire(hits)
         fresh = pool.allocate(needed, request.hashes[num_hits:num_ready])

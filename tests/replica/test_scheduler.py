@@ -300,6 +300,22 @@ def test_a_long_prompt_without_room_that_has_aged_is_not_overtaken() -> None:
         assert harness.outputs[big].ids and harness.outputs[small].ids
 
 
+def test_those_who_aged_with_room_fill_steps_as_others_do() -> None:
+    steps = {}
+    for aged in (False, True):
+        harness = Harness(
+            chunk_size=4096, busy_chunk_size=64, max_num_pages=2400, max_batch_size=32, async_scheduling=False
+        )
+        for i in range(8):
+            for length in (100, 2000):
+                name = harness.submit(prompt_of(length, seed=2 * i + length), max_tokens=1)
+                harness.engine._inbox.run()
+                harness.request(name).arrival -= 10 * aged
+        harness.finish()
+        steps[aged] = len(harness.batches)
+    assert steps[True] == steps[False] == 9, "all short ones at once, then the long ones"
+
+
 def test_what_no_short_prompt_needs_goes_to_the_long_one() -> None:
     harness = Harness(chunk_size=64, long_prefill_tokens=16)
     harness.submit(prompt_of(640), max_tokens=1)
