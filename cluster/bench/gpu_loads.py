@@ -73,9 +73,9 @@ def mixed_lengths(seed: int, count: int = 500, draw: int = 0) -> list[Job]:
     return [Job(_ids(ids, size), 128) for size in sizes]
 
 
-def shared_prefixes(seed: int, count: int = 200) -> list[Job]:
-    """P."""
-    choice, ids = random.Random(20260102), random.Random(f"P{seed}")
+def shared_prefixes(seed: int, count: int = 200, draw: int = 0) -> list[Job]:
+    """P; another ``draw`` has its prompts in another order."""
+    choice, ids = random.Random(20260102 + draw), random.Random(f"P{seed}")
     prefixes = [_ids(ids, 2048) for _ in range(8)]
     popularity = [1 / rank for rank in range(1, 9)]
     return [Job(choice.choices(prefixes, popularity)[0] + _ids(ids, 128), 64) for _ in range(count)]

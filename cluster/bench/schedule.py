@@ -280,7 +280,7 @@ def _one(load: Workload, text: str, number: int, draw: int) -> dict[str, Any]:
             load.config, load.costs, jobs, list(accumulate(gap for gap, _ in zip(gaps, jobs, strict=False)))
         )
     seed = int(argument or 0) + 100 * draw
-    jobs = mixed_lengths(seed, draw=draw) if kind == "S" else shared_prefixes(seed)
+    jobs = mixed_lengths(seed, draw=draw) if kind == "S" else shared_prefixes(seed, draw=draw)
     return simulate(load.config, load.costs, jobs[: load.limit], [])
 
 
