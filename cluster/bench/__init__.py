@@ -226,7 +226,9 @@ def bench_schedule(
         str, typer.Option(help="S[:seed], P[:seed] or open:RATE, comma-separated.")
     ] = "S:0,open:13.5,open:21.7",
     options: Annotated[str, typer.Option(help="EngineConfig, JSON.")] = "{}",
-    costs: Annotated[str, typer.Option(help="What steps take, JSON: decode, prefill, sizes.")] = "{}",
+    costs: Annotated[
+        str, typer.Option(help="What steps take, JSON: decode, prefill, sizes; the defaults are of qwen3-8b.")
+    ] = "{}",
     draws: Annotated[int, typer.Option(min=0, help="So many other draws of each load besides.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each load.")] = None,
     json_path: JsonPath = None,

@@ -43,6 +43,8 @@ from replica.loop import Engine
 from router.pages import RootFields, chain, pack_tokens
 from router.wire import Sampling, Submit, TokenDelta
 
+MEASURED = "qwen3-8b"
+"""What the default costs are of."""
 HOST_S = 5e-4
 """From the launch of a step to its start on an idle device."""
 TURN_S = 5e-5
@@ -68,14 +70,16 @@ class Costs:
     sizes: tuple[int, ...] = (32, 64, 128, 160, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
     @classmethod
-    def parse(cls, text: str) -> Costs:
-        """From JSON. Raises ValueError, naming what is wrong."""
+    def parse(cls, text: str, shape: str) -> Costs:
+        """From JSON. Raises ValueError, naming what is wrong or missing."""
         try:
             given = json.loads(text)
         except ValueError as error:
             raise ValueError(f"--costs: {text!r} is no JSON: {error}") from None
         if not isinstance(given, dict):
             raise ValueError(f"--costs: {text!r}; an object is needed")
+        if shape != MEASURED and (missing := {"decode", "prefill"} - given.keys()):
+            raise ValueError(f"--costs: {sorted(missing)[0]} is needed for {shape}; the defaults are of {MEASURED}")
         for name, values in given.items():
             if name not in ("decode", "prefill", "sizes"):
                 raise ValueError(f"--costs: {name!r}; allowed are decode, prefill and sizes")
@@ -255,7 +259,7 @@ class Workload:
             resolved = resolve(config, model_config(SHAPES[shape]).facts(2), H200)
         except (ValueError, TypeError) as error:
             raise ValueError(f"--options: {error}") from None
-        return cls(shape, found, resolved, Costs.parse(costs), draws, limit)
+        return cls(shape, found, resolved, Costs.parse(costs, shape), draws, limit)
 
 
 def run(load: Workload) -> dict[str, Any]:

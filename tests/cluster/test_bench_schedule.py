@@ -70,6 +70,7 @@ def test_a_whole_load_takes_no_time_to_speak_of() -> None:
         ({"runs": "decode:4"}, "--runs: .decode:4.; allowed are S"),
         ({"runs": "open:50%"}, "--runs: .open:50%.; allowed are S"),
         ({"runs": "often"}, "--runs: .often."),
+        ({"shape": "qwen3-0.6b", "costs": '{"decode": [1, 1, 1]}'}, "--costs: prefill is needed for qwen3-0.6b"),
         ({"costs": "{"}, "--costs: .{. is no JSON"),
         ({"costs": "[1]"}, "an object is needed"),
         ({"costs": '{"fast": 1}'}, "--costs: .fast.; allowed are decode"),
