@@ -88,7 +88,7 @@ class Speculation:
         """Lengthens decoding rows by guesses, from what budget and pages are left: they hold nobody up."""
         self._price = self._cost.price(len(turn.grants))
         for request, guesses in list(self._wishes.items()):
-            if request not in turn.grants:  # ended, preempted, or without budget for its next token
+            if request not in turn.grants or not request.is_decoding:  # ended, preempted, or without budget
                 del self._wishes[request]
                 continue
             assert turn.grants[request] == 1 and not request.num_pending, "guesses follow the last token"

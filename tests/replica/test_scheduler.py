@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from drafters import StubOracle, at_no_price
 from engine_harness import VOCAB, Harness
 
 from replica.stub import expected_ids
@@ -404,6 +405,23 @@ def test_the_only_one_left_may_give_itself_up(priority: str, ahead: bool, chunk:
     for twin in twins:
         assert harness.outputs[twin].ids == expected_ids(prompt_of(150), 16, seed=7, vocab_size=VOCAB)
     assert ahead or harness.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("priority", ["low", "high"])
+def test_who_gave_itself_up_and_starts_again_at_once_has_no_guesses_left(priority: str) -> None:
+    """Three pages of copies and ten of its own fill the pool; most of it must be computed again, in the same step."""
+    harness = Harness(
+        max_num_pages=14, max_model_len=170, max_batch_size=6, chunk_size=32, watermark=0.0, prefill_priority=priority,
+        prefix_cache_max_pages=3, async_scheduling=False, speculative="ngram",
+    )  # fmt: skip
+    harness.engine.speculation.drafter = StubOracle(0, VOCAB, 1000)
+    at_no_price(harness.engine)
+    harness.submit(prompt_of(160)[:49], max_tokens=1)
+    harness.finish()
+    alone = harness.submit(prompt_of(160), max_tokens=10, temperature=0, prompt_logprobs=0)
+    harness.finish()
+    assert harness.engine.scheduler.num_preemptions == 1
+    assert harness.outputs[alone].ids == expected_ids(prompt_of(160), 10, seed=0, vocab_size=VOCAB)
 
 
 def test_high_priority_mode_with_a_tiny_pool_comes_to_rest() -> None:
