@@ -65,7 +65,7 @@ class Scheduler:
         self._computing: dict[bytes, Request] = {}
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._passed_over = False
-        """The next long step is a long prompt's, as one had to let short ones pass."""
+        """The next long step is a long prompt's, as one had to let short ones pass; without a free slot it stays so."""
         self._serial = 0
         self.queued_tokens = 0
         """Tokens that the waiting have to prefill, as estimated when they were queued."""
@@ -201,7 +201,8 @@ class Scheduler:
             turn.only, turn.budget = kind, room
             self._prefill(prefilling, turn, now)
             if turn.num_prefills:
-                self._passed_over = turn.only == "short" and turn.passed_over
+                passed_over = turn.passed_over or (self._passed_over and not self._free_slots)
+                self._passed_over = passed_over and not kind == turn.only == "long"
                 break
         turn.only = ""
         turn.budget = room - (sum(turn.grants.values()) - before)

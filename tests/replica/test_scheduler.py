@@ -301,6 +301,52 @@ def test_a_long_prompt_without_room_that_has_aged_is_not_overtaken() -> None:
         assert harness.outputs[big].ids and harness.outputs[small].ids
 
 
+def test_a_long_prompt_is_not_overtaken_for_every_slot() -> None:
+    """Short ones take all six slots at once and give them back at once; the last of them is cut by the step's end."""
+    harness = Harness(
+        chunk_size=128, busy_chunk_size=16, long_prefill_tokens=24, max_batch_size=6, max_model_len=350,
+        prefix_caching=False, async_scheduling=False,
+    )  # fmt: skip
+    seeds = itertools.count()
+
+    def flood() -> None:
+        for count in (4, 4, 4, 4, 4, 3):
+            harness.submit(prompt_of(24, seed=next(seeds)), max_tokens=count)
+
+    flood()
+    harness.step()
+    long = harness.submit(prompt_of(200, seed=next(seeds)), max_tokens=1)
+    for _ in range(40):
+        if len(harness.engine.scheduler.waiting) < 7:
+            flood()
+        harness.step()
+    assert harness.outputs[long].ids
+
+
+def test_a_long_prompt_lets_only_one_step_pass_for_those_that_seemed_short() -> None:
+    """Their pages were there when they were queued and are gone when they are admitted, so they are long themselves."""
+    harness = Harness(
+        chunk_size=128, busy_chunk_size=16, long_prefill_tokens=24, max_batch_size=8, async_scheduling=False
+    )
+    others = [prompt_of(200, seed=i) for i in range(1, 4)]
+    for prompt in others:
+        harness.submit(prompt, max_tokens=1)
+    harness.finish()
+    first = harness.submit(prompt_of(600), max_tokens=1)
+    harness.step()
+    late = [harness.submit([*prompt, 1], max_tokens=1) for prompt in others]
+    harness.engine._inbox.run()
+    for name in late:
+        assert harness.request(name).uncached_estimate == 9
+        harness.engine.scheduler.retract(harness.request(name))
+    slot = harness.request(first).slot
+    begun = harness.engine.num_steps
+    run_until(harness, first_token(harness, first))
+    steps = [begun - 1, *(step for step, _, _ in harness.starts()[slot] if step >= begun)]
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 2, "every other step is its own"
+    harness.finish()
+
+
 def test_those_who_aged_with_room_fill_steps_as_others_do() -> None:
     steps = {}
     for aged in (False, True):
