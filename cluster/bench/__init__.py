@@ -237,9 +237,8 @@ def bench_schedule(
     from cluster.bench import schedule as bench
 
     try:
-        load = bench.Workload.parse(shape, runs, options, costs, draws, limit)
+        figures = bench.run(bench.Workload.parse(shape, runs, options, costs, draws, limit))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    figures = bench.run(load)
     bench.show(figures, Console())
     report(figures, bench.UNITS, json_path)

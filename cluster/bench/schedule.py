@@ -2,7 +2,7 @@
 
 Nothing is computed: a step takes what a formula says, and the clock jumps. So hundreds of requests take a second on a
 CPU, and what step sizes do to the time to the first token and to gaps is seen before a GPU is asked for, also on other
-draws of the load. Milliseconds of a step:
+draws of the load. Pages come back from the host in no time. Milliseconds of a step:
 
     all rows decode    decode[0] + decode[1] * rows + decode[2] * context
     with a prefill     prefill[0] + prefill[1] * tokens + prefill[2] * pairs + decode[2] * context
@@ -41,7 +41,7 @@ from replica.batch import Batch, Move, StepResult, Sums
 from replica.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve
 from replica.loop import Engine
 from router.pages import RootFields, chain, pack_tokens
-from router.wire import Sampling, Submit, TokenDelta
+from router.wire import Refusal, Sampling, Submit, TokenDelta
 
 MEASURED = "qwen3-8b"
 """What the default costs are of."""
@@ -168,6 +168,8 @@ class _Client:
     dues: list[float]
     traces: list[Trace] = field(default_factory=list)
     num_done: int = 0
+    refused: str | None = None
+    """Why a job was not taken."""
 
     def submit_due(self) -> None:
         while self.num_submitted < len(self.dues) and self.dues[self.num_submitted] <= self.clock.now:
@@ -184,7 +186,10 @@ class _Client:
         root, packed = self.engine.root.root(), pack_tokens(job.prompt)
         hashes = b"".join(chain(root, packed, self.engine.config.page_size))
         sampling = Sampling(temperature=0, max_tokens=job.tokens)
-        self.engine.submit(trace, Submit(name, packed, len(job.prompt), root, hashes, sampling))
+        try:
+            self.engine.submit(trace, Submit(name, packed, len(job.prompt), root, hashes, sampling))
+        except Refusal as error:  # not raised: an engine logs what its callbacks raise, and goes on
+            self.refused = f"request {name} is refused: {error}"
 
     def take(self, deltas: list[tuple[Any, TokenDelta]]) -> None:
         for trace, delta in deltas:
@@ -205,7 +210,7 @@ class _Client:
 
 def simulate(config: ResolvedConfig, costs: Costs, jobs: list[Job], dues: list[float]) -> dict[str, Any]:
     """The summary of a load. ``dues``: when each job arrives, seconds, ascending; empty: 32 clients, each with one
-    request at a time."""
+    request at a time. Raises ValueError when a request is refused."""
     clock = Clock()
     runner = VirtualRunner(clock, costs, config, vocab_size=1 + max(max(job.prompt) for job in jobs))
     root = RootFields("bench", "none", config.kv_cache_dtype, config.page_size)
@@ -222,6 +227,8 @@ def simulate(config: ResolvedConfig, costs: Costs, jobs: list[Job], dues: list[f
     client.begin()
     while client.num_done < len(jobs):
         client.submit_due()
+        if client.refused is not None:
+            raise ValueError(client.refused)
         if engine.idle():
             clock.reach(dues[client.num_submitted])
             continue
@@ -255,7 +262,10 @@ class Workload:
                 raise ValueError(f"--runs: {text!r}; allowed are S, S:SEED, P, P:SEED and open:RATE")
         try:
             given = json.loads(options)
-            config = EngineConfig.model_validate({"max_model_len": 8192, **given, "device": "cuda", "canary": False})
+            config = EngineConfig.model_validate({"max_model_len": 8192, **given})
+            for name in ("speculative", "canary"):
+                if (value := getattr(config, name)) not in ("off", False):
+                    raise ValueError(f"{name}: {value!r}; nothing is computed, so there is nothing to guess or sum")
             resolved = resolve(config, model_config(SHAPES[shape]).facts(2), H200)
         except (ValueError, TypeError) as error:
             raise ValueError(f"--options: {error}") from None
@@ -263,6 +273,7 @@ class Workload:
 
 
 def run(load: Workload) -> dict[str, Any]:
+    """Raises ValueError, naming the run, when the options refuse a request of it."""
     figures: dict[str, Any] = {"runs": {}}
     for number, text in enumerate(load.runs):
         found = _one(load, text, number, 0)
@@ -280,12 +291,14 @@ def _one(load: Workload, text: str, number: int, draw: int) -> dict[str, Any]:
         seed = 1000 + number + 100 * draw
         jobs = open_jobs(seed, load.limit or 500, draw)
         gaps = arrival_gaps(float(argument), seed)
-        return simulate(
-            load.config, load.costs, jobs, list(accumulate(gap for gap, _ in zip(gaps, jobs, strict=False)))
-        )
-    seed = int(argument or 0) + 100 * draw
-    jobs = mixed_lengths(seed, draw=draw) if kind == "S" else shared_prefixes(seed, draw=draw)
-    return simulate(load.config, load.costs, jobs[: load.limit], [])
+        dues = list(accumulate(gap for gap, _ in zip(gaps, jobs, strict=False)))
+    else:
+        seed = int(argument or 0) + 100 * draw
+        jobs, dues = (mixed_lengths if kind == "S" else shared_prefixes)(seed, draw=draw)[: load.limit], []
+    try:
+        return simulate(load.config, load.costs, jobs, dues)
+    except ValueError as error:
+        raise ValueError(f"--options: {text}: {error}") from None
 
 
 def show(figures: dict[str, Any], console: Console) -> None:

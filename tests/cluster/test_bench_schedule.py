@@ -79,11 +79,23 @@ def test_a_whole_load_takes_no_time_to_speak_of() -> None:
         ({"costs": '{"sizes": [64, 32]}'}, "--costs: sizes: .*ascending"),
         ({"options": {"chunk_size": -1}}, "--options: .*chunk_size"),
         ({"options": {"chunk": 64}}, "--options: .*chunk"),
+        ({"options": {"device": "cpu"}}, "--options: device: .cpu."),
+        ({"options": {"speculative": "ngram"}}, "--options: speculative: .ngram."),
+        ({"options": {"canary": True}}, "--options: canary: True"),
     ],
 )
 def test_bad_options_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){named}"):
         load(**change)
+
+
+@pytest.mark.parametrize("runs", ["S:0", "open:20"])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"max_model_len": 3600}, "prompt: .*context of 3600"), ({"max_waiting": 1}, "at most 1 may")]
+)
+def test_what_the_options_refuse_is_said(runs: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"--options: {runs}: request .* is refused: .*{said}"):
+        schedule.run(load(options, runs=runs))
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -94,3 +106,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert figures["requests"] == 20 and figures["ttft_p50_ms"] > 0
     refused = CliRunner().invoke(app, ["schedule", "--runs", "decode:1"])
     assert refused.exit_code == 2 and "allowed are S" in refused.output
+    refused = CliRunner().invoke(app, ["schedule", "--options", '{"max_waiting": 1}'])
+    assert refused.exit_code == 2 and "is refused" in refused.output
