@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,9 @@ def _side(load: Workload, side: str, shape: str, runs: tuple[str, ...], console:
 
 def _watch(command: list[str], env: dict[str, str], out: Path, log: Path, console: Console) -> int | None:
     """Runs a side, showing each run as it is over; its exit status, None when it took too long. Whatever ends this,
-    Ctrl-C and SIGTERM included, the side is told to end its engine and waited for, or the GPU would stay taken."""
+    Ctrl-C and a closed terminal included, the side is told to end its engine and waited for: the GPU must be free."""
     until, shown = time.monotonic() + TIMEOUT_S, 0
-    with log.open("wb") as sink, _terminated_like_ctrl_c():
+    with log.open("wb") as sink, _ended_like_ctrl_c():
         process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True)
         try:
             while True:
@@ -172,21 +172,31 @@ def _watch(command: list[str], env: dict[str, str], out: Path, log: Path, consol
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(END_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its group with it: what writes weights, and an engine that is a process of its own."""
+    os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextmanager
-def _terminated_like_ctrl_c() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM and a terminal that closes; what is ignored, as under nohup, stays so."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read(out: Path) -> dict[str, Any]:

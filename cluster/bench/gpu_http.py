@@ -65,12 +65,12 @@ class HttpSide(ABC):
             )
         try:
             await asyncio.to_thread(self._await_ready)
+            found = await asyncio.to_thread(self.describe)
         except BaseException:  # cancelled: nobody would end it later
             self._end()
             raise
         timeout = aiohttp.ClientTimeout(total=600)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-        found = await asyncio.to_thread(self.describe)
         return {"server": command[1:], "of_ready_s_for_writing_weights": round(prepared, 1), **found}
 
     @abstractmethod
@@ -100,13 +100,13 @@ class HttpSide(ABC):
         raise RuntimeError(f"the server is not ready: {text}")
 
     def _end(self) -> None:
-        """Idempotent."""
+        """Idempotent. Its group with it: an engine that is a process of its own."""
         self._process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     async def run(self, job: Job) -> Trace:
         body = {

@@ -14,6 +14,7 @@ import asyncio
 import json
 import platform
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -275,6 +276,7 @@ def main() -> None:
         part.write_text(json.dumps({**head, **report}, indent=1) + "\n")
         part.replace(args.out)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started us in its background
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         write(runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write)))
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_a_side_that_takes_too_long_ends_its_engine_first(monkeypatch: pytest.Mo
     assert "S:0: tokens_s 12.5" in console.export_text(), "what was measured before is on the screen"
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_bench_that_is_ended_ends_its_side(tmp_path: Path, sent: signal.Signals) -> None:
     out = tmp_path / "report.json"
     program = (
@@ -205,13 +206,87 @@ def test_a_bench_that_is_ended_ends_its_side(tmp_path: Path, sent: signal.Signal
         "_, _, out, log = sys.argv; side = [sys.executable, '-c', *sys.argv[1:]]; "
         "gpu._watch(side, dict(os.environ), Path(out), Path(log), Console())"
     )
-    bench = subprocess.Popen([sys.executable, "-c", program, SIDE, str(out), str(tmp_path / "log")])
+    heeding = partial(signal.signal, sent, signal.SIG_DFL)  # whatever these tests run under
+    bench = subprocess.Popen([sys.executable, "-c", program, SIDE, str(out), str(tmp_path / "log")], preexec_fn=heeding)
     until = time.monotonic() + 30
     while not out.exists() and time.monotonic() < until:
         time.sleep(0.05)
     bench.send_signal(sent)
     assert bench.wait(30) != 0
     assert (tmp_path / "ended").exists()
+
+
+FAMILY = """
+import pathlib, subprocess, sys, time
+sleeper = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+out = pathlib.Path(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", sleeper, str(out.with_name("begun"))])
+try:
+    child.wait()
+except KeyboardInterrupt:
+    time.sleep(60)
+"""
+
+
+def test_whatever_a_side_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What writes weights is told too; and a side that hangs is killed with its children."""
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 2.0)
+    monkeypatch.setattr(gpu, "END_S", 0.5)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda *a, **k: (started.append(popen(*a, **k)), started[0])[1])
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-c", FAMILY, str(out)]
+    assert gpu._watch(command, dict(os.environ), out, tmp_path / "log", Console(quiet=True)) is None
+    assert (tmp_path / "begun").exists()
+    until = time.monotonic() + 10
+    while _group_lives(started[0].pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _group_lives(started[0].pid)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+IDLE_SIDE = """
+import asyncio, pathlib, sys
+from cluster.bench import gpu_sides
+
+class Idle:
+    def __init__(self, shape, options): ...
+    async def start(self):
+        pathlib.Path(sys.argv[-1]).with_name("begun").touch()
+        return {}
+    async def run(self, job):
+        await asyncio.sleep(60)
+    async def stop(self):
+        pathlib.Path(sys.argv[-1]).with_name("ended").touch()
+        return {}
+
+gpu_sides.SIDES["everwarm"] = Idle
+gpu_sides.main()
+"""
+
+
+def test_a_side_hears_ctrl_c_where_it_was_ignored_before(tmp_path: Path) -> None:
+    """As in what a script starts in its background."""
+    command = [sys.executable, "-c", IDLE_SIDE, "everwarm", "--out", str(tmp_path / "report.json")]
+    ignoring = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    side = subprocess.Popen(command, preexec_fn=ignoring, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        side.send_signal(signal.SIGINT)
+        assert side.wait(20) != 0 and (tmp_path / "ended").exists()
+    finally:
+        side.kill()
+        side.wait()
 
 
 def test_an_engine_is_stopped_when_its_runs_fail() -> None:

@@ -116,6 +116,28 @@ def test_a_start_that_is_given_up_ends_the_server() -> None:
     assert side._process.poll() is not None
 
 
+def test_a_server_that_can_not_be_described_is_ended() -> None:
+    class Mute(VllmServer):
+        def prepare(self, root: Path) -> None: ...
+
+        def command(self, root: Path) -> tuple[list[str], dict[str, str]]:
+            return [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
+
+        def is_ready(self) -> bool:
+            return True
+
+        def describe(self) -> dict[str, Any]:
+            raise KeyError("runner")
+
+    side = Mute(TINY, {})
+    try:
+        with pytest.raises(KeyError, match="runner"):
+            asyncio.run(side.start())
+        assert side._process.poll() is not None
+    finally:
+        side._process.kill()
+
+
 def test_both_sides_are_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sides = []
 
