@@ -80,7 +80,8 @@ class EngineConfig(BaseModel):
     a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice, products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait, and prompts of more are long where
-    short and long ones take turns (chunk_size=auto on a GPU, few decode); auto: half the chunk, at most 1024."""
+    short and long ones take turns (chunk_size=auto on a GPU or with itl_target_ms, few decode); auto: half the chunk,
+    at most 1024."""
     itl_target_ms: Annotated[Annotated[float, Field(gt=0)] | Literal["off"], BeforeValidator(_spell_off)] = "off"
     """Tokens of a step while others decode: as many as fit into this time, by the step times measured so far."""
     ageing_s: float = Field(5.0, gt=0)
