@@ -194,6 +194,8 @@ class Scheduler:
     def _prefill_apart(self, prefilling: list[Request], turn: Turn, now: float) -> None:
         """Short prompts or one long one, in turn where both wait: a token costs the same in any step that is not small,
         so whoever shares a step with a longer prompt only gets its first token later."""
+        if not prefilling and not self.waiting:
+            return
         room, before = turn.budget, sum(turn.grants.values())
         self._look_again(turn.cap)
         kinds: tuple[Kind, Kind] = ("long", "short") if self._passed_over else ("short", "long")

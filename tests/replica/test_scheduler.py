@@ -281,26 +281,6 @@ def test_what_shares_a_long_step(priority: str, seed: int) -> None:
         assert harness.outputs[name].ids == expected_ids(prompt, count, seed=0, vocab_size=VOCAB)
 
 
-def test_a_long_prompt_without_room_that_has_aged_is_not_overtaken() -> None:
-    for aged in (False, True):
-        harness = Harness(
-            max_num_pages=41, max_batch_size=8, max_model_len=640, watermark=0.0, async_scheduling=False,
-            chunk_size=512, busy_chunk_size=64, long_prefill_tokens=64,
-        )  # fmt: skip
-        holder = harness.submit(prompt_of(300), max_tokens=60)
-        harness.step(2)
-        big = harness.submit(prompt_of(500, seed=1), max_tokens=1)
-        harness.step()
-        if aged:
-            harness.request(big).arrival -= 10
-        small = harness.submit(prompt_of(20, seed=2), max_tokens=1)
-        harness.step(5)
-        assert bool(harness.outputs[small].ids) is not aged
-        assert harness.request(big).slot == -1 and not harness.outputs[holder].finish
-        harness.finish()
-        assert harness.outputs[big].ids and harness.outputs[small].ids
-
-
 def test_a_long_prompt_is_not_overtaken_for_every_slot() -> None:
     """Short ones take all six slots at once and give them back at once; the last of them is cut by the step's end."""
     harness = Harness(
@@ -372,9 +352,12 @@ def test_what_no_short_prompt_needs_goes_to_the_long_one() -> None:
     assert sum(batch.num_tokens == 64 for batch in harness.batches) == 10
 
 
-def test_a_request_without_room_is_overtaken_until_it_has_aged() -> None:
+@pytest.mark.parametrize("steps", [{}, {"chunk_size": 512, "busy_chunk_size": 64, "long_prefill_tokens": 64}])
+def test_a_request_without_room_is_overtaken_until_it_has_aged(steps: dict[str, int]) -> None:
     for aged in (False, True):
-        harness = Harness(max_num_pages=41, max_batch_size=8, max_model_len=640, watermark=0.0, async_scheduling=False)
+        harness = Harness(
+            max_num_pages=41, max_batch_size=8, max_model_len=640, watermark=0.0, async_scheduling=False, **steps
+        )
         holder = harness.submit(prompt_of(300), max_tokens=60)
         harness.step(2)
         big = harness.submit(prompt_of(500, seed=1), max_tokens=1)
@@ -386,6 +369,7 @@ def test_a_request_without_room_is_overtaken_until_it_has_aged() -> None:
         assert bool(harness.outputs[small].ids) is not aged
         assert harness.request(big).slot == -1 and not harness.outputs[holder].finish
         harness.finish()
+        assert harness.outputs[big].ids and harness.outputs[small].ids
 
 
 def test_watermark_keeps_room_for_growth() -> None:
