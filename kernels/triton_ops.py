@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import triton_gated as gated
 from kernels.interface import AttentionMeta, AttentionShape, Draw, LayerKV, Stream
-from kernels.triton_common import Launcher
+from kernels.triton_common import Launcher, next_power_of_2
 from kernels.triton_decode import decode_attention
 from kernels.triton_gemm import SplitWorkspace, skinny_gemm
 from kernels.triton_gemv import gemv
@@ -37,6 +37,7 @@ from kernels.tuning import (
     PrefillConfig,
     Role,
     TuningTable,
+    bucket_of,
     decode_attention_config,
     without_pdl,
 )
@@ -73,6 +74,7 @@ class TritonOps:
         self._configs: dict[tuple[str, int, int, int], GemmConfig] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
         self._record: dict[str, str] = {}
+        """Product and class of sizes -> what ran it, and why; a text per kernel where a class has several."""
         self._side: torch.cuda.Stream | None = None
 
     @property
@@ -102,8 +104,13 @@ class TritonOps:
             if not self.launch.pdl_available:
                 found = without_pdl(found)
             self._configs[key] = found
-            self._record[f"{role} {n}x{k} M={m}"] = f"{found.kind} ({why})"
+            self._note(f"{role} {n}x{k} M<={bucket_of(m) or next_power_of_2(m)}", f"{found.kind} ({why})")
         return found
+
+    def _note(self, product: str, choice: str) -> None:
+        noted = self._record.get(product)
+        if noted is None or choice not in noted:
+            self._record[product] = choice if noted is None else f"{noted}; {choice}"
 
     def _can_gate(self, n: int, k: int) -> bool:
         return self.launch.pdl_available and n % gated.BN == 0 and k % gated.BK == 0

@@ -121,6 +121,20 @@ def test_deterministic_alone_in_a_crowd_and_in_chunks(device: torch.device) -> N
             assert torch.equal(alone[0], logits[r])
 
 
+def test_choices_are_noted_by_classes_of_sizes(device: torch.device) -> None:
+    """A prompt of a new length adds nothing; a class with several kernels names each once."""
+    ops = TritonOps(device, table=TuningTable())
+    ops.launch.pdl_available, ops.programs = True, 500
+    for m in [*range(1, 4097), *range(1, 4097)]:
+        ops.config("gate_up", 12288, 4096, m)
+    noted = {key.removeprefix("gate_up 12288x4096 "): text for key, text in ops.choices().items()}
+    assert list(noted) == [f"M<={2**i}" for i in (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)]
+    assert noted["M<=1"] == "gemv (rule)" and noted["M<=16"] == "dot (rule)"
+    # Five tiles of 128 tokens fill a wave of 500 programs; up to 1024 more don't pay.
+    assert noted["M<=512"] == noted["M<=2048"] == "gated (rule)"
+    assert noted["M<=1024"] == "gated (rule); blas (rule)"
+
+
 def test_deterministic_refuses_shapes_it_cannot_tile(device: torch.device) -> None:
     with pytest.raises(ValueError, match="K % 64"):
         TritonOps(device, table=TuningTable(), deterministic=True).config("qkv", 64, 48, 1)
