@@ -32,11 +32,12 @@ app = typer.Typer(help="Measure the engine or the serving path.", no_args_is_hel
 
 def report(figures: dict[str, Any], units: dict[str, str], json_path: Path | None = None) -> None:
     """Prints the result as one JSON line: figures, units, versions, command, machine. Also to ``json_path``."""
+    given = sys.argv[1:] if sys.argv[1:2] == ["bench"] else ["bench", *sys.argv[1:]]  # python -m cluster.bench
     result = {
         "figures": figures,
         "units": units,
         "versions": dict(_versions("ray", "torch", "triton", "transformers", "numpy")),
-        "command": " ".join(["everwarm", *sys.argv[1:]]),
+        "command": " ".join(["everwarm", *given]),
         "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), **_cpu_model()},
     }
     line = json.dumps(result)
