@@ -28,6 +28,7 @@ from replica.config import ResolvedConfig
 from replica.events import EventLog
 from replica.host_tier import HostTier
 from replica.inbox import Inbox
+from replica.lead import LaunchLead
 from replica.masking import MaskFactory
 from replica.page_pool import PagePool
 from replica.request import Request, build_request
@@ -46,7 +47,6 @@ HEARTBEAT_S = 0.045  # between event batches at most, so that consumers see one 
 MAX_FAILED_STEPS = 3  # so many in a row mean a broken device rather than broken requests
 ARRIVAL_POLL_S = 0.01  # how late an arrival may be noticed while a step runs and the next could be launched
 FIRST_OUT = 512  # what a step sampled goes out before its pages are published when a request has so many tokens of them
-LEAD_S, LEAD_SHARE = 0.002, 0.1  # a step is launched so long, and such a share of it, before the one before it ends
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Engine:
         self.config = replace(config, num_pages=runner.num_pages, max_model_len=max_model_len)
         self.root = root
         self.events = EventLog(replica_id)
-        self.step_time = StepTimeModel()
+        self.step_time, self.lead = StepTimeModel(), LaunchLead()
         cached = min(config.prefix_cache_max_pages, runner.num_pages - 1)
         self.host = HostTier(config.num_host_pages, self.events) if config.num_host_pages else None
         parts = (self._audit_states, self._audit_index, self._audit_events, self._audit_requests)
@@ -112,7 +112,7 @@ class Engine:
         self.num_steps = self._failed_in_a_row = 0
         self._last_done = self._last_emit = self._clock()
         self.step_ms: deque[float] = deque(maxlen=1024)
-        self._fit = self.step_time.coefficients
+        self._fit, self._fitted = self.step_time.coefficients, self._last_done
 
     # --- what other threads call
 
@@ -252,7 +252,7 @@ class Engine:
         flight = self._flights[0]
         expected = self.step_time.predict(flight.plan.shape) / 1e3
         begun = max(flight.launched, self._last_done)
-        return begun + (1 - LEAD_SHARE) * expected - LEAD_S - now
+        return begun + self.lead.wait_s(expected) - now
 
     @property
     def _launches_late(self) -> bool:
@@ -282,6 +282,8 @@ class Engine:
             self._flights.append(_Flight(plan, self.runner.launch(plan.batch), now))
         except Exception as error:
             self._fail(plan, error)
+        if len(self._flights) > 1 and self._launches_late:
+            self.lead.learn(late=self._flights[0].step.wait(0.0))
         return True
 
     def _read_back(self, flight: _Flight) -> None:
@@ -425,9 +427,9 @@ class Engine:
         due = self._clock() - self._last_emit >= HEARTBEAT_S
         if not (due or now or self.events.has_changes):
             return False
-        if due:
-            self._fit = self.step_time.coefficients
         self._last_emit = self._clock()
+        if self._last_emit - self._fitted >= HEARTBEAT_S:  # not at every step: it costs some microseconds
+            self._fit, self._fitted = self.step_time.coefficients, self._last_emit
         self._tell(self._on_events, self.events.emit(load_of(self.scheduler, self._fit)))
         return True
 

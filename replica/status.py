@@ -95,6 +95,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             "p50_ms": float(np.quantile(steps, 0.5)),
             "p99_ms": float(np.quantile(steps, 0.99)),
             "longest_ms": float(steps.max()),
+            "lead_ms": engine.lead.seconds * 1e3,
+            "late": engine.lead.num_late,
         },
         "counters": {
             **dict.fromkeys(COUNTERS, 0),

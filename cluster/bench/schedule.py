@@ -46,7 +46,7 @@ from router.wire import Refusal, Sampling, Submit, TokenDelta
 MEASURED = "qwen3-8b"
 """What the default costs are of."""
 HOST_S = 5e-4
-"""From the launch of a step to its start on an idle device."""
+"""That a launch takes the loop's thread; an idle device starts after it."""
 TURN_S = 5e-5
 """Of the loop's thread, a turn."""
 H200 = DeviceFacts(kind="cuda", memory_bytes=139 * 2**30)
@@ -57,6 +57,7 @@ UNITS = {
     "ttft_p50_ms": "time to first token; open loops: from when the request was due",
     "gap_p50_ms": "between two arrivals of tokens of one request",
     "steps": "steps of the engine",
+    "late": "of them, launched after the one before was over",
     "draws": "the same with other lengths, ids and arrivals: least, mean, most",
 }
 
@@ -142,7 +143,8 @@ class VirtualRunner:
 
     def launch(self, batch: Batch) -> _Step:
         self.num_steps += 1
-        self._free = max(self._free, self._clock.now + HOST_S) + self._costs.ms(batch) / 1e3
+        self._clock.now += HOST_S
+        self._free = max(self._free, self._clock.now) + self._costs.ms(batch) / 1e3
         return _Step(self._clock, self._free, StepResult([[0] * row.num_samples for row in batch.rows]))
 
     def move(self, moves: list[Move]) -> None: ...
@@ -235,7 +237,7 @@ def simulate(config: ResolvedConfig, costs: Costs, jobs: list[Job], dues: list[f
         engine.iterate()
         clock.now += TURN_S
     engine.check_invariants()
-    return {**summary(client.traces, clock.now), "steps": runner.num_steps}
+    return {**summary(client.traces, clock.now), "steps": runner.num_steps, "late": engine.lead.num_late}
 
 
 @dataclass(frozen=True)
