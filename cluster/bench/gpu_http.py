@@ -173,8 +173,10 @@ class EverwarmServer(HttpSide):
         return any(engine["state"] == "open" for engine in self._get("/v1/engine")["data"])
 
     def describe(self) -> dict[str, Any]:
-        runner = self._get("/v1/engine")["data"][0].get("runner") or {}
-        return {name: runner.get(name) for name in ("device", "graphs", "steps", "compiled_after_ready")}
+        info = self._get("/v1/engine")["data"][0]
+        runner = info.get("runner") or {}
+        shown = ("device", "graphs", "compiled_after_ready")
+        return {"steps": info.get("steps"), **{name: runner.get(name) for name in shown}}
 
 
 class VllmServer(HttpSide):

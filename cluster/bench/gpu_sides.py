@@ -87,11 +87,12 @@ class EverwarmSide:
         return await done
 
     async def stop(self) -> dict[str, Any]:
-        found = self._engine.runner.describe()
+        info = await asyncio.to_thread(self._engine.info)
         await asyncio.to_thread(self._engine.check_invariants)
         await asyncio.to_thread(self._engine.stop)
         self._engine.runner.close()
-        return {name: found[name] for name in ("device", "kernels", "graphs", "steps", "compiled_after_ready")}
+        shown = ("device", "kernels", "graphs", "compiled_after_ready")
+        return {"steps": info["steps"], **{name: info["runner"][name] for name in shown}}
 
 
 class VllmSide:

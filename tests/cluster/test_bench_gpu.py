@@ -32,7 +32,7 @@ def stub_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         facts = ModelFacts(max_position=8192, num_layers=1, num_kv_heads=1, head_dim=16)
         config = resolve(EngineConfig(max_num_pages=6000, max_batch_size=64, chunk_size=2048), facts)
         runner = StubRunner(num_pages=6000, max_batch_size=64, content=False, vocab_size=152000)
-        runner.describe = lambda: dict.fromkeys(("device", "kernels", "graphs", "steps", "compiled_after_ready"))
+        runner.describe = lambda: dict.fromkeys(("device", "kernels", "graphs", "compiled_after_ready"))
         root = RootFields("bench", "none", "float32", 16)
         engine = Engine(config, runner, root=root, on_deltas=on_deltas, on_events=lambda batch: None)
         return engine, config
@@ -82,6 +82,7 @@ def test_a_side_measures_every_kind_of_run(stub_engine: None) -> None:
     side = gpu_sides.EverwarmSide(shape, {})
     report = asyncio.run(gpu_sides.measure(side, shape, ["S:0", "open:50%", "open:80%", "P", "decode:2"], limit=12))
     runs = report["runs"]
+    assert report["after"]["steps"]["count"] > 100 and report["after"]["steps"]["lead_ms"] > 0
     for name in ("S:0", "open:50%", "open:80%", "P"):
         assert runs[name]["requests"] == 12 and not runs[name]["failed"] and runs[name]["tokens_s"] > 0
         assert 0 < runs[name]["ttft_p50_ms"] <= runs[name]["ttft_p99_ms"]
