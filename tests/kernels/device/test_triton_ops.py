@@ -131,8 +131,9 @@ def test_choices_are_noted_by_classes_of_sizes(device: torch.device) -> None:
     assert list(noted) == [f"M<={2**i}" for i in (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)]
     assert noted["M<=1"] == "gemv (rule)" and noted["M<=16"] == "dot (rule)"
     # Five tiles of 128 tokens fill a wave of 500 programs; up to 1024 more don't pay.
-    assert noted["M<=512"] == noted["M<=2048"] == "gated (rule)"
+    assert noted["M<=512"] == "gated (rule)" and noted["M<=2048"] == "blas (rule)"
     assert noted["M<=1024"] == "gated (rule); blas (rule)"
+    assert ops.config("gate_up", 3072, 1024, 2048).kind == "gated", "so short a product outlasts the pass by little"
 
 
 def test_deterministic_refuses_shapes_it_cannot_tile(device: torch.device) -> None:
