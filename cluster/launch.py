@@ -33,9 +33,11 @@ from cluster.environment import MARKER, end_processes, haproxy_binary, run_envir
 DEFAULT_PORT = 8000
 PROGRESS = re.compile(
     r"(\x1b\[\d+m)?(\([^)]*\)(\x1b\[0m)? )?(INFO \d{4}-|\d{4}-\d\d-\d\d [\d:,]+\tINFO )|"
-    r".*(Got KeyboardInterrupt|Task ServeController\.graceful_shutdown failed)"
+    r".*(Got KeyboardInterrupt|Task ServeController\.graceful_shutdown failed|"
+    r"Failed to start \S+ server on port \d+: .*Retrying\.\.\.$)"
 )
-"""Lines of Ray and Serve that say what works, or only that somebody asked for the end."""
+"""Lines of Ray and Serve that say what works, only that somebody asked for the end, or that a port of many is not free
+yet after the run before: the next one is tried, and what is said when none is left is shown."""
 FAILED = "Failed to update the deployments"
 """Serve's controller gives up on the app; ``serve run`` with a config file stays up all the same."""
 

@@ -17,6 +17,9 @@ import sys, time
 print("2026-11-29 18:52:23,466\\tINFO worker.py:2029 -- Started a local Ray instance.")
 print("\\x1b[36m(ServeController pid=2520)\\x1b[0m INFO 2026-11-29 18:52:25,023 controller 2520 -- progress")
 print("\\x1b[36m(ServeController pid=2520)\\x1b[0m WARNING 2026-11-29 18:52:25,023 controller 2520 -- slow disk")
+bound = "Failed to start RequestProtocol.HTTP server on port 30000: Failed to bind to address '0.0.0.0:30000'.. "
+print("\\x1b[36m(ServeReplica:default:Router pid=9)\\x1b[0m WARNING 2026-11-29 18:52:25,023 x -- " + bound + "Retrying...")
+print("ERROR Failed to start RequestProtocol.HTTP server: port already in use. Suggestion: another range")
 print("ValueError: max_model_len: 9 is too much", flush=True)
 """
 FAILS = (
@@ -44,7 +47,8 @@ def test_progress_is_hidden_and_trouble_shown(verbose: bool, capfd: pytest.Captu
     assert Talking([], port=free_ports(1)[0], haproxy=False, verbose=verbose).run() == 1
     shown = capfd.readouterr().err
     assert "slow disk" in shown and "max_model_len: 9 is too much" in shown and "ended by itself" in shown
-    assert ("Started a local Ray instance" in shown) == ("progress" in shown) == verbose
+    assert ("Started a local Ray instance" in shown) == ("progress" in shown) == ("Retrying" in shown) == verbose
+    assert "another range" in shown
 
 
 def test_an_app_that_can_not_be_deployed_ends_the_command(capfd: pytest.CaptureFixture[str]) -> None:
