@@ -18,7 +18,7 @@ print("2026-11-29 18:52:23,466\\tINFO worker.py:2029 -- Started a local Ray inst
 print("\\x1b[36m(ServeController pid=2520)\\x1b[0m INFO 2026-11-29 18:52:25,023 controller 2520 -- progress")
 print("\\x1b[36m(ServeController pid=2520)\\x1b[0m WARNING 2026-11-29 18:52:25,023 controller 2520 -- slow disk")
 bound = "Failed to start RequestProtocol.HTTP server on port 30000: Failed to bind to address '0.0.0.0:30000'.. "
-print("\\x1b[36m(ServeReplica:default:Router pid=9)\\x1b[0m WARNING 2026-11-29 18:52:25,023 x -- " + bound + "Retrying...")
+print("\\x1b[36m(ServeReplica:default:Router pid=9)\\x1b[0m WARNING 2026-11-29 -- " + bound + "Retrying...")
 print("ERROR Failed to start RequestProtocol.HTTP server: port already in use. Suggestion: another range")
 print("ValueError: max_model_len: 9 is too much", flush=True)
 """
