@@ -30,11 +30,12 @@ from replica.host_tier import HostTier
 from replica.inbox import Inbox
 from replica.lead import LaunchLead
 from replica.masking import MaskFactory
+from replica.outbox import Outbox
 from replica.page_pool import PagePool
 from replica.request import Request, build_request
 from replica.scheduler import Scheduler
 from replica.speculation import Speculation
-from replica.status import Health, describe, load_of, probe
+from replica.status import Health, describe, probe
 from replica.step_time import StepTimeModel
 from replica.turn import Plan
 from replica.watch import Watch
@@ -43,7 +44,6 @@ from router.wire import Code, EventBatch, Finish, Refusal, Snapshot, Submit, Tok
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.045  # between event batches at most, so that consumers see one every 50 ms
 MAX_FAILED_STEPS = 3  # so many in a row mean a broken device rather than broken requests
 ARRIVAL_POLL_S = 0.01  # how late an arrival may be noticed while a step runs and the next could be launched
 FIRST_OUT = 512  # what a step sampled goes out before its pages are published when a request has so many tokens of them
@@ -94,13 +94,11 @@ class Engine:
         self.counters: Counter[str] = Counter()
         self.runner, self._vocab_size = runner, runner.vocab_size
         self._masks = masks
-        self._on_deltas, self._on_events, self._on_said = on_deltas, on_events, on_said
         self._clock = clock
         self._depth = 2 if config.async_scheduling else 1
         self._flights: deque[_Flight] = deque()
         self._live: dict[tuple[int, str], Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._deltas: list[tuple[Any, TokenDelta]] = []
         self._unsettled: list[tuple[Request, Finish | None]] = []
         """Of the step being read back: those with pages to publish, a first token or an end."""
         self._inbox = Inbox()
@@ -110,9 +108,12 @@ class Engine:
         self._fatal: str | None = None
         self._serials = itertools.count()
         self.num_steps = self._failed_in_a_row = 0
-        self._last_done = self._last_emit = self._clock()
+        self._last_done = self._clock()
         self.step_ms: deque[float] = deque(maxlen=1024)
-        self._fit, self._fitted = self.step_time.coefficients, self._last_done
+        self.outbox = Outbox(
+            self.events, self.scheduler, self.step_time,
+            on_deltas=on_deltas, on_events=on_events, on_said=on_said, clock=clock,
+        )  # fmt: skip
 
     # --- what other threads call
 
@@ -151,7 +152,7 @@ class Engine:
             raise Refusal(
                 Code.OVERLOADED,
                 f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may",
-                retry_after_s=min(60.0, max(1.0, self.scheduler.queued_tokens * self._fit[0] / 1e3)),
+                retry_after_s=min(60.0, max(1.0, self.scheduler.queued_tokens * self.outbox.fit[0] / 1e3)),
             )
         taken = build_request(request, owner, self.config, self.runner.vocab_size, self._clock(), self._masks)
         key = (id(owner), request.request_id)
@@ -170,7 +171,7 @@ class Engine:
 
     def snapshot(self) -> list[Snapshot]:
         """Residency at a batch that ``on_events`` has been given before this returns."""
-        return self._inbox.ask(self._take_snapshot)
+        return self._inbox.ask(lambda: self.outbox.snapshot(self.pool.residency))
 
     def drain(self) -> None:
         """No new requests from now on; those taken are finished."""
@@ -209,12 +210,11 @@ class Engine:
             log.exception("the engine loop failed")
             self._fatal = f"the engine loop failed: {error!r}"
             for request in list(self._live.values()):
-                self._deltas.append(
+                self.outbox.deltas.append(
                     (request.owner, TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal))
                 )
             self._live.clear()
-            self._hand_out()
-            self._tell(self._on_said)
+            self.outbox.send_tokens()
         for flight in self._flights:
             flight.step.wait(5.0)
         self._stopping = True
@@ -231,8 +231,8 @@ class Engine:
         launched = early <= 0 and len(self._flights) < depth and self._launch(now)
         if launched and len(self._flights) < depth:
             return  # fill the pipeline before waiting for its head
-        self._speak()  # what the inbox brought is echoed now, not after a step
-        patience = max(0.0, self._last_emit + HEARTBEAT_S - now)
+        self.outbox.send()  # what the inbox brought is echoed now, not after a step
+        patience = self.outbox.patience(now)
         if early > 0:
             patience = min(patience, early)
         if self._flights:
@@ -240,9 +240,9 @@ class Engine:
                 patience = min(patience, ARRIVAL_POLL_S)
             if self._flights[0].step.wait(patience):
                 self._read_back(self._flights.popleft())
-        elif not self._deltas and not self.events.has_changes:
+        elif self.outbox.is_empty:
             self._inbox.wait(patience)
-        self._speak()
+        self.outbox.send()
 
     def _earliness(self, now: float) -> float:
         """Seconds until the step after the one under way should be launched. The later it is, the more of those who
@@ -256,7 +256,7 @@ class Engine:
 
     @property
     def _launches_late(self) -> bool:
-        return self.config.device == "cuda" and self._fit[0] > 0
+        return self.config.device == "cuda" and self.outbox.fit[0] > 0
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -301,7 +301,7 @@ class Engine:
         self.step_time.update(flight.plan.shape, step_ms)
         plan, faults = flight.plan, result.faults
         self.counters["prompt_tokens"] += plan.shape.prefill_tokens
-        before = len(self._deltas)
+        before = len(self.outbox.deltas)
         for index, (request, row) in enumerate(zip(plan.requests, plan.batch.rows, strict=True)):
             if request.finish is not None:
                 self.counters["wasted_tokens"] += row.num_samples
@@ -310,7 +310,7 @@ class Engine:
                 self._end(request, finish_of(faults[index]), faults[index])
             else:
                 self._advance(request, row, index, result)
-        self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self._deltas[before:])
+        self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self.outbox.deltas[before:])
         self._settle()
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
@@ -339,7 +339,7 @@ class Engine:
             self.speculation.observe(request, row, len(ids))
         logprobs = result.logprobs[index] if result.logprobs else None
         delta = TokenDelta(request.request_id, ids, finish, None, logprobs and logprobs[: len(ids)])
-        self._deltas.append((request.owner, delta))
+        self.outbox.deltas.append((request.owner, delta))
         if not request.announced:
             request.announced = True
             delta.num_cached = request.num_cached
@@ -349,8 +349,8 @@ class Engine:
         """The pages of the step that was read back serve others from now on, and those of its requests that are over
         are let go. Nobody waits for a first token while the pages of a long prompt are published."""
         settled = self._unsettled
-        if any(request.num_written - request.publish_at >= FIRST_OUT for request, _ in settled) and self._hand_out():
-            self._tell(self._on_said)
+        if any(request.num_written - request.publish_at >= FIRST_OUT for request, _ in settled):
+            self.outbox.send_tokens()
         for request, finish in settled:
             if request.num_written >= request.publish_at:
                 self.scheduler.publish(request)
@@ -383,7 +383,7 @@ class Engine:
         if error is not None:
             log.warning("request %s failed: %s", request.request_id, error)
         delta = TokenDelta(request.request_id, [], finish, request.num_cached, error=error)
-        self._deltas.append((request.owner, delta))
+        self.outbox.deltas.append((request.owner, delta))
         self._forget(request, finish)
 
     def _forget(self, request: Request, finish: Finish) -> None:
@@ -402,40 +402,7 @@ class Engine:
             if request.finish is None:
                 self._end(request, Finish.ERROR, f"the engine step failed: {error!r}")
 
-    # --- what leaves the loop
-
-    def _speak(self, *, now: bool = False) -> None:
-        """Hands out what there is to say; ``now``: an event batch in any case."""
-        handed, emitted = self._hand_out(), self._emit(now)
-        if handed or emitted:
-            self._tell(self._on_said)
-
-    def _tell(self, callback: Callable[..., None], *said: Any) -> None:
-        try:
-            callback(*said)
-        except Exception:
-            log.exception("%r failed", callback)
-
-    def _hand_out(self) -> bool:
-        if not self._deltas:
-            return False
-        deltas, self._deltas = self._deltas, []
-        self._tell(self._on_deltas, deltas)
-        return True
-
-    def _emit(self, now: bool) -> bool:
-        due = self._clock() - self._last_emit >= HEARTBEAT_S
-        if not (due or now or self.events.has_changes):
-            return False
-        self._last_emit = self._clock()
-        if self._last_emit - self._fitted >= HEARTBEAT_S:  # not at every step: it costs some microseconds
-            self._fit, self._fitted = self.step_time.coefficients, self._last_emit
-        self._tell(self._on_events, self.events.emit(load_of(self.scheduler, self._fit)))
-        return True
-
-    def _take_snapshot(self) -> list[Snapshot]:
-        self._speak(now=True)
-        return self.events.snapshot(self.pool.residency(), load_of(self.scheduler, self._fit))
+    # --- what is asked of the loop
 
     def _progress(self) -> tuple[float, float]:
         if not self._flights:

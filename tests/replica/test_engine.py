@@ -219,10 +219,11 @@ def test_a_first_token_does_not_wait_for_the_pages_of_a_long_prompt(
     """It is out before they are published; the event that ends the reservation comes with theirs."""
     harness = Harness(chunk_size=1024, async_scheduling=False)
     said: list[object] = []
-    engine, deltas, events = harness.engine, harness.engine._on_deltas, harness.engine._on_events
-    engine._on_deltas = lambda new: said.append("tokens") or deltas(new)  # type: ignore[func-returns-value]
-    engine._on_events = lambda batch: said.append((len(batch.stored), batch.ended)) or events(batch)  # type: ignore[func-returns-value]
-    engine._on_said = lambda: said.append("out")
+    box = harness.engine.outbox
+    deltas, events = box.on_deltas, box.on_events
+    box.on_deltas = lambda new: said.append("tokens") or deltas(new)  # type: ignore[func-returns-value]
+    box.on_events = lambda batch: said.append((len(batch.stored), batch.ended)) or events(batch)  # type: ignore[func-returns-value]
+    box.on_said = lambda: said.append("out")
     prompt = prompt_of(length)
     request = harness.submit(prompt, max_tokens=max_tokens, seed=7)
     while "tokens" not in said:

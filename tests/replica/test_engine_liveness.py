@@ -201,7 +201,7 @@ def heartbeat_gaps() -> list[float]:
     harness = Harness(step_ms=700.0)
     times: list[float] = []
     apply = harness.mirror.apply
-    harness.engine._on_events = lambda batch: (times.append(time.monotonic()), apply(batch))
+    harness.engine.outbox.on_events = lambda batch: (times.append(time.monotonic()), apply(batch))
     harness.engine.start()
     try:
         harness.submit(prompt_of(10), max_tokens=2)
@@ -285,7 +285,7 @@ def test_a_broken_callback_does_not_stop_the_engine() -> None:
         calls.append(1)
         raise RuntimeError("a bug in the server")
 
-    harness.engine._on_deltas = broken
+    harness.engine.outbox.on_deltas = broken
     harness.submit(prompt_of(10), max_tokens=5)
     harness.finish()
     assert len(calls) == 5

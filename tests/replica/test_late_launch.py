@@ -10,7 +10,8 @@ import pytest
 
 from cluster.bench.schedule import Clock, Costs, VirtualRunner, Workload
 from replica.lead import FIRST_S, LEAST_S, MOST_S, LaunchLead
-from replica.loop import HEARTBEAT_S, Engine
+from replica.loop import Engine
+from replica.outbox import HEARTBEAT_S
 from replica.step_time import StepShape
 from router.pages import RootFields, chain, pack_tokens
 from router.wire import EventBatch, Sampling, Submit
@@ -27,7 +28,7 @@ def test_an_arrival_is_in_the_step_after_the_one_under_way(device: str) -> None:
     for number in range(80):  # a fit that knows how long steps take
         engine.step_time.update(StepShape(8 * (number % 2), 0.0, 40, 1), STEP_MS)
     engine.step_time.settle()
-    engine._fit = (1e-3, 0.0, STEP_MS, 0.0, 0.0)
+    engine.outbox.fit = (1e-3, 0.0, STEP_MS, 0.0, 0.0)
     first = harness.submit(list(range(20)), max_tokens=8)
     while len(harness.outputs[first].ids) < 2:
         harness.step(audit=False)

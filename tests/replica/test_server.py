@@ -373,7 +373,7 @@ async def test_tokens_that_can_not_be_told_cost_one_router_its_connection() -> N
                 deltas = [*deltas, (owner, TokenDelta("a", [], "error", error=once.pop()))]
             on_deltas(deltas)
 
-        served.engine._on_deltas = faulty
+        served.engine.outbox.on_deltas = faulty
         await unlucky.closed
         await until(lambda: len(other.ids("b")) == 60)
         assert other.ids("b") == expected_ids(prompt_of(2, 20), 60, seed=0, vocab_size=VOCAB)
