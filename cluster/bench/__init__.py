@@ -32,12 +32,12 @@ app = typer.Typer(help="Measure the engine or the serving path.", no_args_is_hel
 
 def report(figures: dict[str, Any], units: dict[str, str], json_path: Path | None = None) -> None:
     """Prints the result as one JSON line: figures, units, versions, command, machine. Also to ``json_path``."""
-    given = sys.argv[1:] if sys.argv[1:2] == ["bench"] else ["bench", *sys.argv[1:]]  # python -m cluster.bench
+    program = ["everwarm", "bench"] if Path(sys.argv[0]).parent.name == "bench" else ["everwarm"]  # python -m, or not
     result = {
         "figures": figures,
         "units": units,
         "versions": dict(_versions("ray", "torch", "triton", "transformers", "numpy")),
-        "command": " ".join(["everwarm", *given]),
+        "command": " ".join([*program, *sys.argv[1:]]),
         "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), **_cpu_model()},
     }
     line = json.dumps(result)

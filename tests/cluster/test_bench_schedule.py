@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.bench import app, schedule
+from cluster.bench import app, report, schedule
 from cluster.bench.gpu_loads import Job
 
 COSTS = schedule.Costs(decode=(4.0, 0.1, 1e-3), prefill=(2.0, 0.01, 1e-6), sizes=(64, 128))
@@ -108,3 +108,19 @@ def test_the_command(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "allowed are S" in refused.output
     refused = CliRunner().invoke(app, ["schedule", "--options", '{"max_waiting": 1}'])
     assert refused.exit_code == 2 and "is refused" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/opt/bin/everwarm", "bench", "schedule"], "everwarm bench schedule"),
+        (["/src/cluster/bench/__main__.py", "schedule"], "everwarm bench schedule"),
+        (["/opt/bin/everwarm", "verify", "--quick"], "everwarm verify --quick"),
+    ],
+)
+def test_a_result_names_the_command_that_gives_it(
+    arguments: list[str], command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", arguments)
+    report({}, {})
+    assert json.loads(capsys.readouterr().out)["command"] == command
