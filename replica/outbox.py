@@ -59,8 +59,8 @@ class Outbox:
         if self._hand_out():
             _tell(self.on_said)
 
-    def snapshot(self, residency: Any) -> list[Snapshot]:
-        """Of the pages that ``residency()`` gives, at a batch that has been sent."""
+    def snapshot(self, residency: Callable[[], list[list[int]]]) -> list[Snapshot]:
+        """Of the keys per tier that ``residency()`` gives, at a batch that has been sent."""
         self.send(now=True)
         return self.events.snapshot(residency(), load_of(self.scheduler, self.fit))
 
