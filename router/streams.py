@@ -252,8 +252,11 @@ class Streams:
         retry_after_s = min(said) if said else max(1.0, self._placement.shortest_queue_ms(self._now()) / 1e3)
         if tried:
             return Overloaded(next(iter(tried.values())).message, retry_after_s=retry_after_s)
-        slo_s = ticket.work.job.ttft_slo_s
-        wanted = f"ttft_slo_s = {slo_s}" if slo_s is not None else f"max_ttft_s = {self.options.max_ttft_s}"
+        slo_s, most_s = ticket.work.job.ttft_slo_s, self.options.max_ttft_s
+        if slo_s is not None and slo_s < most_s:
+            wanted = f"x-ttft-slo-ms = {slo_s * 1e3:.15g}"
+        else:
+            wanted = f"max_ttft_s = {most_s}"
         return Overloaded(f"no replica is predicted to send a first token within {wanted}", retry_after_s=retry_after_s)
 
     async def _sleep(self, pause_s: float, until: float, ticket: StreamTicket) -> None:

@@ -226,10 +226,24 @@ async def test_slo_that_nobody_can_meet_is_refused_at_once() -> None:
     try:
         await in_sync(router, replicas=1)
         await until(lambda: router.placement.replicas["r1"].coefficients is not None)
-        with pytest.raises(Overloaded, match=r"ttft_slo_s = 0\.001"):
+        with pytest.raises(Overloaded, match=r"within x-ttft-slo-ms = 1$"):
             await router.admit(job("s", prompt(1, 2000), ttft_slo_s=0.001))
         assert replica.engine.submitted == 0
         assert len(await collect(router, job("t", prompt(1, 2000), ttft_slo_s=10.0))) == 8
+    finally:
+        await router.close()
+        await replica.close()
+
+
+async def test_a_looser_slo_than_the_servers_own_limit_is_not_blamed() -> None:
+    replica = await FakeReplica("r1").start()
+    router = await start_router(replica, options=DispatchOptions(streams=StreamsOptions(max_ttft_s=0.001)))
+    try:
+        await in_sync(router, replicas=1)
+        await until(lambda: router.placement.replicas["r1"].coefficients is not None)
+        for slo_s in (None, 10.0):
+            with pytest.raises(Overloaded, match=r"within max_ttft_s = 0\.001$"):
+                await router.admit(job("s", prompt(1, 2000), ttft_slo_s=slo_s))
     finally:
         await router.close()
         await replica.close()
