@@ -49,14 +49,15 @@ def floors(logits: torch.Tensor, filters: Filters, max_top_k: int) -> torch.Tens
 
 
 def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The largest t with sum(p >= t) >= top_p, fp32 [S, 1]: bisection over its bits, which order as positive floats."""
+    """The largest t with sum(p >= t) >= top_p, fp32 [S, 1]: bisection over its bits, which order as positive floats.
+    The likeliest token stays whatever top_p is: in fp32 a tiny one is 0."""
     low = torch.zeros(probs.shape[0], 1, dtype=torch.int32, device=probs.device)
     high = torch.full_like(low, _BITS_OF_ONE + 1)
     for _ in range(31):
         middle = low + (high - low) // 2
         threshold = middle.view(torch.float32)
         mass = probs.masked_fill(probs < threshold, 0).sum(-1, keepdim=True, dtype=torch.float64)
-        enough = mass >= top_p[:, None]
+        enough = (mass >= top_p[:, None]) & (mass > 0)
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     return low.view(torch.float32)
 

@@ -98,6 +98,8 @@ class Engine:
         self._depth = 2 if config.async_scheduling else 1
         self._flights: deque[_Flight] = deque()
         self._live: dict[tuple[int, str], Request] = {}
+        self._taking = threading.Lock()
+        """Held while a request is live and not yet on its way to the scheduler."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._unsettled: list[tuple[Request, Finish | None]] = []
         """Of the step being read back: those with pages to publish, a first token or an end."""
@@ -156,13 +158,16 @@ class Engine:
             )
         taken = build_request(request, owner, self.config, self.runner.vocab_size, self._clock(), self._masks)
         key = (id(owner), request.request_id)
-        if self._live.setdefault(key, taken) is not taken:
-            raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
-        self._inbox.post(self._enqueue, taken)
+        with self._taking:
+            if self._live.setdefault(key, taken) is not taken:
+                raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
+            self._inbox.post(self._enqueue, taken)
 
     def cancel(self, owner: Any, request_id: str) -> None:
         """Ends the request with a last delta, ABORT; does nothing when it is over or unknown."""
-        if (request := self._live.get((id(owner), request_id))) is not None:
+        with self._taking:
+            request = self._live.get((id(owner), request_id))
+        if request is not None:
             self._inbox.post(self._abort, request)
 
     def replay(self, from_seq: int) -> list[EventBatch] | None:
@@ -428,5 +433,7 @@ class Engine:
 
     def _audit_requests(self) -> None:
         self.scheduler.check_requests()
-        known = {*self.scheduler.running, *self.scheduler.waiting, *self._inbox.pending(self._enqueue)}
-        assert set(self._live.values()) == known, "live and scheduled requests differ"
+        with self._taking:
+            live, coming = set(self._live.values()), self._inbox.pending(self._enqueue)
+        known = {*self.scheduler.running, *self.scheduler.waiting, *coming}
+        assert live == known, "live and scheduled requests differ"

@@ -146,12 +146,13 @@ class Watch:
                 self.num_audits += 1
 
     def _distrust(self, page: int, scheduler: Scheduler) -> None:
-        """The page leaves with all that is built upon it, and those who read it end."""
+        """The page leaves with all that is built upon it, and those who read it end. It leaves first: once nobody holds
+        it, a limited prefix cache would evict it, to the host tier if there is one."""
+        if scheduler.pool.is_indexed(page):  # else it left with a page before it
+            scheduler.pool.unpublish([page])
         for request in list(scheduler.running):
             if page in request.held_pages():
                 self._end(request, Finish.ERROR, "a page of its context changed in memory")
-        if scheduler.pool.is_indexed(page):  # else it left with a page before it
-            scheduler.pool.unpublish([page])
 
     def describe(self) -> dict[str, Any]:
         """For ``/v1/engine``."""

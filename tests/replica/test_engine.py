@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import numpy as np
@@ -261,11 +262,14 @@ def test_refusals() -> None:
         assert caught.value.code == Code.INVALID
     for name, value in {
         "max_tokens": 0, "temperature": float("nan"), "top_p": 1.5, "top_k": -1, "min_p": 2.0, "min_tokens": -1,
-        "repetition_penalty": 0.0, "logprobs": -1, "stop_token_ids": (VOCAB,), "logit_bias": ((VOCAB, 1.0),),
-        "bad_words": ((1, VOCAB),), "allowed_token_ids": (-1,), "grammar": ("regex", "a"),
+        "seed": -1, "repetition_penalty": 0.0, "logprobs": -1, "stop_token_ids": (VOCAB,),
+        "logit_bias": ((VOCAB, 1.0),), "bad_words": ((1, VOCAB),), "allowed_token_ids": (-1,),
+        "grammar": ("regex", "a"),
     }.items():  # fmt: skip
         message = refused(Code.INVALID, name, harness.frame([1, 2], **{name: value}))
         assert name in message
+    for name, value in {"seed": 1 << 64, "top_k": 1 << 31}.items():  # more than the arrays of a step hold
+        assert str(value - 1) in refused(Code.INVALID, name, harness.frame([1, 2], **{name: value}))
     for _ in range(3):
         harness.submit(prompt_of(20), max_tokens=3)
     with pytest.raises(Refusal) as caught:
@@ -364,3 +368,34 @@ def test_threads_submit_and_cancel_while_the_engine_runs() -> None:
         harness.engine.stop()
         harness.engine.stop()
     assert not harness.engine.health().ok
+
+
+def test_a_request_that_is_being_taken_may_be_audited_and_cancelled() -> None:
+    """By other threads, between its place among the live and its way to the scheduler."""
+    harness = Harness()
+    engine, post = harness.engine, harness.engine._inbox.post
+    problems: list[AssertionError] = []
+    threads: list[threading.Thread] = []
+
+    def audit() -> None:
+        try:
+            engine.check_invariants()
+        except AssertionError as error:
+            problems.append(error)
+
+    def post_late(function, argument) -> None:
+        if function == engine._enqueue:
+            cancel = threading.Thread(target=engine.cancel, args=(harness, "r1"))
+            threads.extend((threading.Thread(target=audit), cancel))
+            for thread in threads:
+                thread.start()
+                thread.join(0.1)
+        post(function, argument)
+
+    engine._inbox.post = post_late  # type: ignore[method-assign]
+    request_id = harness.submit(prompt_of(33), max_tokens=30, seed=7)
+    for thread in threads:
+        thread.join()
+    harness.finish()
+    assert not problems
+    assert harness.outputs[request_id].finish == Finish.ABORT

@@ -52,6 +52,18 @@ def test_floors_keep_what_transformers_keeps(scale: float) -> None:
         assert bool(kept[i].any())
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-30])
+def test_a_tiny_top_p_leaves_the_likeliest_token(top_p: float, top_k: int) -> None:
+    """1e-46 is 0 in fp32."""
+    logits = _logits(1.0)[:3]
+    one = torch.ones(3)
+    filters = Filters(one.long() * top_k, one * top_p, one * 0.0)
+    kept = logits >= floors(logits, filters, top_k)
+    assert kept.sum(-1).tolist() == [1, 1, 1]
+    assert torch.equal(kept.int().argmax(-1), logits.argmax(-1))
+
+
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
 def test_the_short_list_agrees_where_it_is_certain(scale: float) -> None:
     logits = _logits(scale, seed=1)

@@ -82,6 +82,21 @@ def test_readers_of_a_changed_page_end_and_nobody_else() -> None:
     assert harness.outputs[fresh].ids == reference([*shared, 1], 5)
 
 
+def test_a_changed_page_does_not_move_to_the_host_when_its_readers_end() -> None:
+    """With a limited prefix cache, pages that nobody holds any more are evicted at once."""
+    harness = Harness(canary=True, prefix_cache_max_pages=2, host_cache_gb=host_gb(30), chunk_size=256)
+    prompt = prompt_of(64)
+    victim = harness.submit([*prompt, 1], max_tokens=200, seed=7)
+    harness.step(10)
+    page = int(harness.request(victim).table[3])
+    harness.runner._kv[page * 16 + 5] += np.uint64(1)
+    harness.finish()
+    assert harness.outputs[victim].error == "a page of its context changed in memory"
+    again = harness.submit([*prompt, 1], max_tokens=5, seed=7)
+    harness.finish()
+    assert harness.outputs[again].ids == reference([*prompt, 1], 5)
+
+
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_no_false_alarm(async_scheduling: bool) -> None:
     """Under preemption, eviction to the host and back, aborts, and faults that take pages back."""
