@@ -76,7 +76,7 @@ class EngineConfig(BaseModel):
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
     """Most tokens of a step, at least max_batch_size; auto: on a GPU 4096 while few decode (2048 with less than 70
-    GiB free), otherwise 2048 with less than 6 GB of weights, 768 with less than 20, and with more 1024 and 512; 512 on
+    GiB free), otherwise 2048 with less than 6 GB of weights, 640 with less than 20, and with more 1024 and 512; 512 on
     a CPU, where 256 would cost 8-13 % of the prefill rate (weights are read twice, products of 256 rows are slower)."""
     long_prefill_tokens: Count = "auto"
     """At most so many tokens a step go to one long prompt while shorter ones wait, and prompts of more are long where
@@ -235,9 +235,9 @@ class ResolvedConfig:
 
 MOST_CAPTURED = 2048
 """Tokens of the largest step that a GPU replays from a graph."""
-STEPS = ((6e9, 4096, 2048), (2e10, 4096, 768), (float("inf"), 1024, 512))
+STEPS = ((6e9, 4096, 2048), (2e10, 4096, 640), (float("inf"), 1024, 512))
 """Weights of less than so many bytes: tokens of a step on a GPU while few decode, and otherwise. On an H200 with 16 GB
-of weights a step of 4096 tokens takes 0.1 s and one of 768 18 ms (docs/performance.md)."""
+of weights a step of 4096 tokens takes 0.1 s and one of 640 16 ms (docs/performance.md)."""
 LARGE_GPU = 70 * 2**30
 """Free memory of a GPU on which a step may take more than 2048 tokens: smaller ones, and shares of one, are slower."""
 MOST_OF_A_LONG_ONE = 1024

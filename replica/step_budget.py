@@ -8,7 +8,7 @@ from math import sqrt
 from replica.config import ResolvedConfig
 from replica.step_time import StepTimeModel
 
-QUIET = 16
+QUIET = 18
 """While at most so many requests decode, a step may take chunk_size tokens, beyond only busy_chunk_size: a long step
 delays everybody who decodes, and helps one prompt."""
 SIZES = (256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)

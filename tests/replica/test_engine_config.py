@@ -28,8 +28,8 @@ def test_cpu_defaults(caplog: pytest.LogCaptureFixture) -> None:
 def test_gpu_defaults() -> None:
     config = resolve(EngineConfig(), LARGE, H200)
     assert (config.dtype, config.max_batch_size, config.itl_target_ms) == ("bfloat16", 256, None)
-    assert (config.chunk_size, config.busy_chunk_size, config.long_prefill_tokens) == (4096, 768, 1024)
-    assert "while few decode; 768 otherwise" in config.reasons["chunk_size"]
+    assert (config.chunk_size, config.busy_chunk_size, config.long_prefill_tokens) == (4096, 640, 1024)
+    assert "while few decode; 640 otherwise" in config.reasons["chunk_size"]
     wide = resolve(EngineConfig(max_batch_size=1000), LARGE, H200)
     assert wide.busy_chunk_size == 1000 and "; 1000 otherwise" in wide.reasons["chunk_size"]
     even = resolve(EngineConfig(max_batch_size=5000), LARGE, H200)
