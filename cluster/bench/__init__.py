@@ -199,6 +199,9 @@ def bench_gpu(
     options: Annotated[str, typer.Option(help="EngineConfig for our side, JSON.")] = "{}",
     peer_options: Annotated[str, typer.Option(help="Engine arguments of the peer, JSON.")] = "{}",
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of S, P and open.")] = None,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Of S, P and open: with other lengths, ids and arrivals, summed up together.")
+    ] = 1,
     http: Annotated[bool, typer.Option("--http", help="Each engine behind its own server.")] = False,
     json_path: JsonPath = None,
 ) -> None:
@@ -206,7 +209,7 @@ def bench_gpu(
     from cluster.bench import gpu as bench
 
     try:
-        load = bench.Workload.parse(shapes, runs, peer, peer_path, options, peer_options, limit, http)
+        load = bench.Workload.parse(shapes, runs, peer, peer_path, options, peer_options, limit, http, draws)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()

@@ -57,7 +57,7 @@ class SideFailed(RuntimeError):
 @dataclass(frozen=True)
 class Workload:
     """``options`` of EngineConfig; ``peer_path`` goes before ours in the peer's PYTHONPATH; ``http``: each engine is
-    behind its own server."""
+    behind its own server; ``draws``: of S, P and open, each with other lengths, ids and arrivals."""
 
     shapes: tuple[str, ...]
     runs: tuple[str, ...]
@@ -67,6 +67,7 @@ class Workload:
     peer_options: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
     http: bool = False
+    draws: int = 1
 
     @classmethod
     def parse(
@@ -79,6 +80,7 @@ class Workload:
         peer_options: str,
         limit: int | None,
         http: bool = False,
+        draws: int = 1,
     ) -> Workload:
         """From a command line. Raises ValueError, naming the option and what is allowed."""
         names = tuple(part.strip() for part in shapes.split(","))
@@ -102,7 +104,7 @@ class Workload:
                 raise ValueError(f"{name}: {text!r} is no JSON: {error}") from None
             if not isinstance(read[name], dict):
                 raise ValueError(f"{name}: {text!r}; an object is needed")
-        return cls(names, found, peer, peer_path, read["--options"], read["--peer-options"], limit, http)
+        return cls(names, found, peer, peer_path, read["--options"], read["--peer-options"], limit, http, draws)
 
 
 def run(load: Workload, console: Console) -> dict[str, Any]:
@@ -144,8 +146,9 @@ def _side(load: Workload, side: str, shape: str, runs: tuple[str, ...], console:
             "--out",
             str(out),
         ]
-        command += ["--options", json.dumps(load.peer_options if theirs else load.options), "--runs", *runs]
+        command += ["--options", json.dumps(load.peer_options if theirs else load.options), "--draws", str(load.draws)]
         command += ["--limit", str(load.limit)] if load.limit else []
+        command += ["--runs", *runs]
         code = _watch(command, env, out, log, console)
         report = _read(out)
         if code or "after" not in report:

@@ -17,8 +17,9 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +180,15 @@ async def measure(
     runs: list[str],
     limit: int | None,
     told: Callable[[dict[str, Any]], None] = lambda report: None,
+    draws: int = 1,
 ) -> dict[str, Any]:
-    """Every run in turn, after a warm-up. ``told`` gets the report after each. Raises RuntimeError when a request fails
-    while decoding is measured. However this ends, the engine has ended before."""
+    """Every run in turn, after a warm-up; of ``draws`` draws, whose requests are summed up together. ``told`` gets the
+    report after each run. Raises RuntimeError when a request fails while decoding is measured. However this ends, the
+    engine has ended before."""
     began = time.perf_counter()
     report: dict[str, Any] = {"settings": await side.start(), "ready_s": round(time.perf_counter() - began, 1)}
     try:
-        await _measure(side, shape, runs, limit, report, told)
+        await _measure(side, shape, runs, limit, report, told, draws)
     except BaseException:
         with suppress(Exception):
             await side.stop()
@@ -201,6 +204,7 @@ async def _measure(
     limit: int | None,
     report: dict[str, Any],
     told: Callable[[dict[str, Any]], None],
+    draws: int,
 ) -> None:
     warm = [Job(job.prompt, 48) for job in mixed_lengths(987654)[:64]]
     longest = random.Random("warm")
@@ -216,15 +220,35 @@ async def _measure(
             rate = float(argument.removesuffix("%")) * (capacity / 100 if relative else 1)
             if not rate:
                 raise ValueError(f"{text}: a percentage needs a run of S before it")
-            seed = 1000 + number  # or a second open loop would find the first one's prompts in the cache
-            jobs = open_jobs(seed, limit or 500)
-            found = {"rate": round(rate, 3), **summary(*await open_loop(side, jobs, rate, seed))}
+            found = {"rate": round(rate, 3), **await _together(draws, partial(_open_loop, side, number, rate, limit))}
         else:
-            make = mixed_lengths if kind == "S" else shared_prefixes
-            found = summary(*await closed_loop(side, make(int(argument or 0))[:limit]))
+            found = await _together(draws, partial(_closed_loop, side, kind, int(argument or 0), limit))
             capacity = found["requests_s"] if kind == "S" else capacity
         report["runs"][text] = found
         told(report)
+
+
+Loop = Coroutine[Any, Any, tuple[list[Trace], float]]
+
+
+def _open_loop(side: Side, number: int, rate: float, limit: int | None, draw: int) -> Loop:
+    seed = 1000 + number + 100 * draw  # or a second open loop would find the first one's prompts in the cache
+    return open_loop(side, open_jobs(seed, limit or 500, draw), rate, seed)
+
+
+def _closed_loop(side: Side, kind: str, seed: int, limit: int | None, draw: int) -> Loop:
+    make = mixed_lengths if kind == "S" else shared_prefixes
+    return closed_loop(side, make(seed + 100 * draw, draw=draw)[:limit])
+
+
+async def _together(draws: int, loop: Callable[[int], Loop]) -> dict[str, Any]:
+    """The loops of all draws, one after the other, in one summary."""
+    traces, seconds = [], 0.0
+    for draw in range(draws):
+        found, took = await loop(draw)
+        traces += found
+        seconds += took
+    return summary(traces, seconds)
 
 
 async def _decode(side: Side, shape: Shape, batch: int) -> dict[str, Any]:
@@ -261,6 +285,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--runs", nargs="+", default=["S:0"])
     parser.add_argument("--limit", type=int, help="only the first so many requests of S, P and open")
+    parser.add_argument("--draws", type=int, default=1, help="of S, P and open")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, for the engine")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -279,7 +304,9 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started us in its background
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-        write(runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write)))
+        write(
+            runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write, args.draws))
+        )
 
 
 if __name__ == "__main__":

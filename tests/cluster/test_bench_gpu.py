@@ -94,6 +94,24 @@ def test_a_side_measures_every_kind_of_run(stub_engine: None) -> None:
     assert floor / runs["decode:2"]["share_of_floor"] == pytest.approx(runs["decode:2"]["step_ms"], abs=1e-4)
 
 
+def test_draws_are_summed_up_together(stub_engine: None) -> None:
+    shape, asked = SHAPES["qwen3-0.6b"], []
+    side = gpu_sides.EverwarmSide(shape, {})
+    run = side.run
+
+    def noting(job: gpu_loads.Job) -> Any:
+        asked.append(len(job.prompt))
+        return run(job)
+
+    side.run = noting  # type: ignore[method-assign]
+    report = asyncio.run(gpu_sides.measure(side, shape, ["S:0", "open:80%", "P"], limit=12, draws=3))
+    assert [found["requests"] for found in report["runs"].values()] == [36, 36, 36]
+    assert report["runs"]["S:0"]["cached"] == report["runs"]["open:80%"]["cached"] == 0
+    lengths = [len(job.prompt) for draw in range(3) for job in gpu_loads.mixed_lengths(0, draw=draw)[:12]]
+    assert lengths[:12] != lengths[12:24]
+    assert sorted(asked[-108:-72]) == sorted(asked[-72:-36]) == sorted(lengths)
+
+
 def test_floors_of_the_shapes() -> None:
     assert SHAPES["qwen3-8b"].floor_s(1, 1152) * 1e3 == pytest.approx(3.56, abs=0.01)
     assert SHAPES["qwen3-0.6b"].floor_s(64, 1152) * 1e3 == pytest.approx(2.244, abs=0.01)
@@ -156,9 +174,10 @@ def test_peer_first_and_at_its_rate(
         return 0
 
     monkeypatch.setattr(gpu, "_watch", fake)
-    load = gpu.Workload.parse("qwen3-8b", "S:0,open:50%,decode:1", "vllm", tmp_path, "{}", "{}", None)
+    load = gpu.Workload.parse("qwen3-8b", "S:0,open:50%,decode:1", "vllm", tmp_path, "{}", "{}", None, draws=3)
     figures = gpu.run(load, Console(quiet=True))
     assert [command[3] for command in commands] == ["vllm", "everwarm"]
+    assert all(command[command.index("--draws") + 1] == "3" for command in commands)
     assert "open:50%" in commands[0] and "open:5.0" in commands[1]
     assert gpu.holds(figures) is verdict
     console = Console(record=True, width=200)
