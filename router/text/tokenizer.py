@@ -73,7 +73,8 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, since ``encode`` holds the interpreter: in a thread, too, it would stop the event loop.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; ids outside the vocabulary have none."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import glob
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +45,24 @@ def test_decoding_equals_tokenizers_own(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
     assert TOKENIZER.decode(ids) == TOKENIZER.backend.decode(ids)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("text", HARD)
+def test_encoding_equals_tokenizers_own(text: str, special: bool) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=special)
+    assert ids == TOKENIZER.backend.encode(text, add_special_tokens=special).ids
+
+
+async def test_a_long_text_in_a_thread_leaves_the_interpreter_to_others() -> None:
+    text, longest = "x y " * 250_000, 0.0
+    began = last = time.perf_counter()
+    encoding = asyncio.create_task(asyncio.to_thread(TOKENIZER.encode, text, add_special_tokens=False))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - began) / 2
 
 
 @settings(deadline=None)
