@@ -7,7 +7,7 @@ from typing import Any
 
 from router.api.call import Call
 from router.api.errors import bad_request
-from router.api.generation import ChunkedAnswering, Options, make_plan, open_request, serve
+from router.api.generation import ChunkedAnswering, Options, check_choices, make_plan, open_request, serve
 from router.api.logprobs import LegacyLogprobs, Speller, prompt_logprobs
 from router.api.refused import COMPLETIONS
 from router.api.run import Choice, Prompt, Run
@@ -25,7 +25,9 @@ async def completions(call: Call) -> None:
     limit = call.services.context
     # With nothing to generate the engine still samples one token after the prompt; it is thrown away.
     budget = Budget(1 if echo_only else request.max_tokens, "max_tokens", limit)
-    prompts = [await _prompt(call, request, prompt, budget) for prompt in _prompts(request.prompt)]
+    given = _prompts(request.prompt)
+    check_choices(call, request, len(given))
+    prompts = [await _prompt(call, request, prompt, budget) for prompt in given]
     grammar = await compile_grammar(call.services, request)
     plan = make_plan(
         call,

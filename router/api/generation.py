@@ -87,6 +87,15 @@ class Options:
         )
 
 
+def check_choices(call: Call, request: GenerationRequest, num_prompts: int) -> None:
+    """Raises a 400 for more answers than one request may have. Before a million prompts are tokenized."""
+    n, limit = request.n or 1, call.services.options.max_choices
+    if n * num_prompts > limit:
+        raise bad_request(
+            f"{num_prompts} prompts times n = {n} are {n * num_prompts} answers; at most {limit} are allowed", param="n"
+        )
+
+
 def make_plan(
     call: Call,
     request: GenerationRequest,
@@ -99,17 +108,12 @@ def make_plan(
     """``prompt_logprobs``: what the route itself needs (echo), beside what the client asked for.
     ``grammar``: compiled."""
     services = call.services
-    n, limit = request.n or 1, services.options.max_choices
-    if n * len(prompts) > limit:
-        raise bad_request(
-            f"{len(prompts)} prompts times n = {n} are {n * len(prompts)} answers; at most {limit} are allowed",
-            param="n",
-        )
+    check_choices(call, request, len(prompts))
     asked = [value for value in (request.prompt_logprobs, prompt_logprobs) if value is not None]
     sampling = build_sampling(request, services.card, logprobs=logprobs, prompt_logprobs=max(asked) if asked else None)
     return Plan(
         prompts,
-        n,
+        request.n or 1,
         replace(sampling, grammar=grammar),
         text_options(request, services.card, sampling),
         narrowed_salt(call.salt, request.cache_salt),

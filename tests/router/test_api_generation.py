@@ -236,6 +236,9 @@ async def test_too_many_answers_are_refused() -> None:
     async with asgi_client(backend(), CARD, max_choices=5) as client:
         response = await client.post("/v1/completions", json={**TEXT, "prompt": ["a", "b"], "n": 3})
         assert response.status_code == 400 and "at most 5" in response.json()["error"]["message"]
+        too_long = [1] * CARD.max_model_len  # refused, too, but nobody has looked at it yet
+        response = await client.post("/v1/completions", json={**TEXT, "prompt": [too_long] * 6})
+        assert response.json()["error"]["param"] == "n"
 
 
 async def test_chat_logprobs() -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from router.api import create_app
+from router.api.errors import from_validation
 from router.api.options import ApiOptions, narrowed_salt
+from router.api.reference import ROUTES
 from router.api.refused import ignored_header
 from router.api.schemas.base import Request
 from router.backend import DeadlineExceeded, EngineFault, Overloaded, Refused, Unavailable
@@ -528,6 +531,29 @@ async def test_deadline_and_slo_headers_reach_the_job() -> None:
         assert fake.jobs[-1].deadline_s == 30
         for name, bad in (("x-ttft-slo-ms", "0"), ("x-request-timeout", "soon"), ("x-request-timeout", "nan")):
             assert error_of(await client.post("/v1/completions", json=TEXT, headers={name: bad}), 400)["param"] == name
+
+
+MANY = 200_000
+WRONG_EVERYWHERE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": [{}] * MANY}, "prompt.0"),
+    ("/v1/completions", {"prompt": [0.5] * MANY}, "prompt.0"),
+    ("/v1/completions", {"prompt": [[1], *[["x"]] * MANY]}, "prompt.1.0"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(MANY)}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": [{"role": "x"}] * MANY}, "messages.0"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content.0.type"),
+    ("/v1/responses", {"input": [{"type": "x"}] * MANY}, "input.0.type"),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "x"}] * MANY}, "messages.0"),
+    ("/detokenize", {"tokens": ["x"] * MANY}, "tokens.0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG_EVERYWHERE)
+def test_a_list_full_of_wrong_items_is_refused_at_the_first(path: str, body: dict[str, Any], param: str) -> None:
+    """An error object for each item of a megabyte would stop every other stream for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        ROUTES[path][0].model_validate(body)
+    assert caught.value.error_count() < 20
+    assert from_validation(caught.value, body).param == param
 
 
 async def test_openapi_is_served_as_json() -> None:

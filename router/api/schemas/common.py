@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from router.api.schemas.base import MAX_ID, Int, Name, Request, Text, TokenId
 from router.api.schemas.structured import ResponseFormat, StructuredOutputs
@@ -29,6 +29,13 @@ __all__ = [
     "Text",
     "TokenId",
 ]
+
+
+def _not_too_many(value: Any) -> Any:
+    """First, since an object's wrong entries are all looked at, and each takes microseconds to report."""
+    if isinstance(value, dict) and len(value) > MAX_LIST:
+        raise ValueError(f"object should have at most {MAX_LIST} entries, not {len(value)}")
+    return value
 
 
 class StreamOptions(Request):
@@ -77,6 +84,7 @@ class GenerationRequest(Request):
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_LIST),
+            BeforeValidator(_not_too_many),
         ]
         | None
     ) = None
