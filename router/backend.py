@@ -52,9 +52,10 @@ class Overloaded(BackendError):
 
     status = 429
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, param: str | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.param = param
 
 
 class Unavailable(BackendError):

@@ -254,10 +254,11 @@ class Streams:
             return Overloaded(next(iter(tried.values())).message, retry_after_s=retry_after_s)
         slo_s, most_s = ticket.work.job.ttft_slo_s, self.options.max_ttft_s
         if slo_s is not None and slo_s < most_s:
-            wanted = f"x-ttft-slo-ms = {slo_s * 1e3:.15g}"
+            param, wanted = "x-ttft-slo-ms", f"x-ttft-slo-ms = {slo_s * 1e3:.15g}"
         else:
-            wanted = f"max_ttft_s = {most_s}"
-        return Overloaded(f"no replica is predicted to send a first token within {wanted}", retry_after_s=retry_after_s)
+            param, wanted = None, f"max_ttft_s = {most_s}"
+        message = f"no replica is predicted to send a first token within {wanted}"
+        return Overloaded(message, retry_after_s=retry_after_s, param=param)
 
     async def _sleep(self, pause_s: float, until: float, ticket: StreamTicket) -> None:
         await asyncio.sleep(pause_s)

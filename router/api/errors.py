@@ -96,8 +96,8 @@ def from_backend(error: BackendError) -> ApiError:
     if isinstance(error, Refused):
         return ApiError(400, error.message, param=error.param, code="request_refused")
     if isinstance(error, Overloaded | Unavailable):
-        code = "overloaded" if isinstance(error, Overloaded) else "unavailable"
-        return ApiError(error.status, error.message, code=code, headers=retry_after(error.retry_after_s))
+        code, param = ("overloaded", error.param) if isinstance(error, Overloaded) else ("unavailable", None)
+        return ApiError(error.status, error.message, param=param, code=code, headers=retry_after(error.retry_after_s))
     if error.status == 408:
         return deadline_passed(error.message)
     return ApiError(error.status, error.message, code="engine_error")
@@ -127,10 +127,20 @@ def deadline_passed(message: str) -> ApiError:
 def from_validation(error: ValidationError, body: Any) -> ApiError:
     """Names the first bad field, its value and what is allowed; alternatives of a union are joined by "or"."""
     details = error.errors(include_url=False, include_context=False)
-    # A union reports every branch; the one that got deepest into the data is what the client meant.
-    path, value = max((_located(body, detail) for detail in details), key=lambda found: len(found[0]))
+    # A union reports every branch; the one that got deepest into the data is what the client meant, and of equally deep
+    # ones that whose type the data has.
+    others = {detail["loc"][:-1] for detail in details if _is_other_type(detail)}
+
+    def rank(detail: ErrorDetails) -> tuple[int, int, bool]:
+        where, is_other = detail["loc"], _is_other_type(detail)
+        inside = sum(where[:length] in others for length in range(len(where))) - is_other
+        return len(_located(body, detail)[0]), -inside, not is_other
+
+    best = max(map(rank, details))
+    meant = [detail for detail in details if rank(detail) == best]
+    path, value = _located(body, meant[0])
     reasons = dict.fromkeys(
-        detail["msg"].removeprefix("Value error, ") for detail in details if _located(body, detail)[0] == path
+        detail["msg"].removeprefix("Value error, ") for detail in meant if _located(body, detail)[0] == path
     )
     param = ".".join(map(str, path)) or None
     reason = " or ".join(text[0].lower() + text[1:] for text in reasons)
@@ -140,6 +150,10 @@ def from_validation(error: ValidationError, body: Any) -> ApiError:
     return bad_request(
         f"{name}: {reason}{got}", param=param, code="missing_required_parameter" if missing else "invalid_value"
     )
+
+
+def _is_other_type(detail: ErrorDetails) -> bool:
+    return detail["type"] in ("literal_error", "missing") and detail["loc"][-1] == "type"
 
 
 def _located(body: Any, detail: ErrorDetails) -> tuple[tuple[int | str, ...], Any]:

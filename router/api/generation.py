@@ -135,7 +135,7 @@ def _seconds(call: Call, header: str, per_second: float) -> float | None:
     if raw is None:
         return None
     try:
-        value = float(raw) / per_second
+        value = 0.0 if "_" in raw else float(raw) / per_second  # Python would read 1_0 as 10
     except ValueError:
         value = 0.0
     if not 0 < value <= _MAX_TIMEOUT_S:

@@ -64,6 +64,8 @@ NOT_SERVED: dict[str, str] = {
     "/v1/vector_stores": "nothing is stored",
     "/v1/conversations": "nothing is stored",
     "/v1/realtime": _ONE_MODEL,
+    "/v1/responses/input_tokens": "POST /tokenize counts a chat's tokens",
+    "/v1/responses/compact": "conversations are not compacted",
     "/v1/responses": "answers are not stored",
     "/v1/messages": "only creation and count_tokens are",
 }

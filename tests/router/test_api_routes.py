@@ -71,6 +71,7 @@ async def test_wrong_paths_and_methods() -> None:
         assert error_of(await client.get("/nope"), 404)["code"] == "not_found"
         assert "embedding" in error_of(await client.post("/v1/embeddings", json={}), 404)["message"]
         assert error_of(await client.get("/v1/files/abc"), 404)["code"] == "route_not_served"
+        assert "/tokenize" in error_of(await client.post("/v1/responses/input_tokens", json={}), 404)["message"]
         response = await client.get("/v1/completions")
         assert error_of(response, 405) and response.headers["allow"] == "POST"
         response = await client.request("BREW", "/health")
@@ -82,7 +83,7 @@ async def test_wrong_paths_and_methods() -> None:
 async def test_every_served_error_maps_to_its_status() -> None:
     cases = [
         (Refused("too long", param="prompt"), 400, {}),
-        (Overloaded("full", retry_after_s=2.2), 429, {"retry-after": "3"}),
+        (Overloaded("full", retry_after_s=2.2, param="x-ttft-slo-ms"), 429, {"retry-after": "3"}),
         (Unavailable("none", retry_after_s=1), 503, {"retry-after": "1"}),
         (DeadlineExceeded("late"), 408, {"x-should-retry": "false"}),
         (EngineFault("nan"), 500, {}),
@@ -92,7 +93,8 @@ async def test_every_served_error_maps_to_its_status() -> None:
             for stream in (False, True):
                 fake.refuse = failure
                 response = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
-                assert error_of(response, status)["message"] == failure.message
+                error = error_of(response, status)
+                assert (error["message"], error["param"]) == (failure.message, getattr(failure, "param", None))
                 assert headers.items() <= dict(response.headers).items()
         fake.refuse = None
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
@@ -529,8 +531,40 @@ async def test_deadline_and_slo_headers_reach_the_job() -> None:
         assert (job.ttft_slo_s, job.deadline_s, job.priority, job.trace) == (0.25, 5.0, -3, "00-1-2-01")
         await client.post("/v1/completions", json=TEXT, headers={"x-request-timeout": "90"})
         assert fake.jobs[-1].deadline_s == 30
-        for name, bad in (("x-ttft-slo-ms", "0"), ("x-request-timeout", "soon"), ("x-request-timeout", "nan")):
-            assert error_of(await client.post("/v1/completions", json=TEXT, headers={name: bad}), 400)["param"] == name
+        for name, bad in (("x-ttft-slo-ms", ("0", "1_0")), ("x-request-timeout", ("soon", "nan", "1_0"))):
+            for value in bad:
+                response = await client.post("/v1/completions", json=TEXT, headers={name: value})
+                assert error_of(response, 400)["param"] == name
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+WRONG_ITEMS: list[tuple[dict[str, Any], str]] = [
+    ({"input": [{k: v for k, v in CALL.items() if k != "call_id"}]}, "input.0.call_id: field required"),
+    ({"input": [{**CALL, "name": "a b"}]}, "input.0.name: string should match pattern"),
+    ({"input": [CALL, {"type": "function_call_output", "call_id": "c"}]}, "input.1.output: field required"),
+    ({"input": [{"type": "reasoning", "content": "x"}]}, "input.0.content: input should be a valid list"),
+    ({"input": [{"content": "x"}]}, "input.0.role: field required"),
+    (
+        {"input": [{"type": "nope"}]},
+        "input.0.type: input should be 'message' or input should be 'function_call' or input should be "
+        "'function_call_output' or input should be 'reasoning'; got \"nope\"",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input.0.content.0.type: input should be 'input_text', 'output_text' or 'text'; got \"input_image\"",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type: input should be 'function'; got \"web_search\""),
+    ({"tool_choice": {"type": "mcp"}}, "tool_choice.type: input should be 'function'; got \"mcp\""),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_ITEMS)
+async def test_what_is_wrong_with_an_item_is_said_in_terms_of_its_own_type(
+    change: dict[str, Any], message: str
+) -> None:
+    async with asgi_client(backend()) as client:
+        error = error_of(await client.post("/v1/responses", json={"input": "x", **change}), 400)
+        assert error["message"].startswith(message)
 
 
 MANY = 200_000

@@ -226,8 +226,9 @@ async def test_slo_that_nobody_can_meet_is_refused_at_once() -> None:
     try:
         await in_sync(router, replicas=1)
         await until(lambda: router.placement.replicas["r1"].coefficients is not None)
-        with pytest.raises(Overloaded, match=r"within x-ttft-slo-ms = 1$"):
+        with pytest.raises(Overloaded, match=r"within x-ttft-slo-ms = 1$") as caught:
             await router.admit(job("s", prompt(1, 2000), ttft_slo_s=0.001))
+        assert caught.value.param == "x-ttft-slo-ms"
         assert replica.engine.submitted == 0
         assert len(await collect(router, job("t", prompt(1, 2000), ttft_slo_s=10.0))) == 8
     finally:
