@@ -41,6 +41,7 @@ class RouterActor:
         self._drain_timeout_s = drain_timeout_s
         name = serve.get_replica_context().replica_id.unique_id
         self._dispatcher, self._api = await asyncio.to_thread(make, name)
+        self._api.behind_serve = True
         await self._dispatcher.start()
         self._stop_listening = registry.membership.listen(FEED, self._dispatcher.update_replicas)
         # ``options`` starts the handle's router, and with it the membership feed; no call is ever made through it.

@@ -20,6 +20,7 @@ from router.backend import Backend
 from router.text.card import ModelCard
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _EXPOSED = b"x-request-id, retry-after, x-should-retry, x-everwarm-ignored-fields"
 """Headers of answers that scripts of other origins may read; browsers hide what isn't listed."""
@@ -28,6 +29,9 @@ _access = logging.getLogger("everwarm.access")
 
 class Api:
     """ASGI callable. ``drain`` makes it refuse new work while what runs goes on."""
+
+    behind_serve = False
+    """Ray Serve runs this app: it gives every request an ``x-request-id``, and adds it to the answer itself."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -73,6 +77,9 @@ class Api:
         query = scope.get("query_string", b"")
         call = Call(self.services, scope["method"], path, query, headers, receive, send, request_id)
         call.own_request_id = request_id != given
+        if self.behind_serve:
+            call.echoed_id, made_by_serve = _id_of_serve(scope["headers"])
+            call.own_request_id |= made_by_serve
         call.extra_headers = self._cors(headers)
         started = time.monotonic()
         pattern = "other"
@@ -178,6 +185,16 @@ class Api:
             "access-control-max-age": "600",
         }
         await call.send_body(204 if self.services.options.cors_origins else 403, b"", headers=headers)
+
+
+def _id_of_serve(headers: Headers) -> tuple[str | None, bool]:
+    """The ``x-request-id`` that Serve adds to the answer, and whether it made it because the client sent none: then it
+    is a UUID behind all other headers."""
+    ids = [value for name, value in headers if name == b"x-request-id"]
+    if not ids:
+        return None, False
+    made = len(ids) == 1 and headers[-1][0] == b"x-request-id" and _UUID.fullmatch(ids[0]) is not None
+    return ids[0].decode("latin-1"), made
 
 
 def create_app(backend: Backend, model: ModelCard, options: ApiOptions | None = None) -> Api:

@@ -35,6 +35,8 @@ class Call:
     """When the last event was handed to the server; monotonic."""
     own_request_id: bool = True
     """The client named none in a header."""
+    echoed_id: str | None = None
+    """What whoever runs the app sends back as ``x-request-id`` anyway."""
     _watcher: asyncio.Task[None] | None = None
 
     def use_request_id(self, request_id: str) -> None:
@@ -43,7 +45,8 @@ class Call:
             self.request_id = request_id
 
     def _headers(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> Headers:
-        return [(b"x-request-id", self.request_id.encode("latin-1")), *self.extra_headers, *headers]
+        own = [(b"x-request-id", self.request_id.encode("latin-1"))] if self.request_id != self.echoed_id else []
+        return [*own, *self.extra_headers, *headers]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

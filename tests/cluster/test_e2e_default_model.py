@@ -18,6 +18,7 @@ def test_the_capital_of_france_streamed_and_not(default_model: Deployed) -> None
     whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=24)
     text, usage = whole.choices[0].message.content, whole.usage
     assert text and "Paris" in text and usage is not None
+    assert whole.id == f"chatcmpl-{whole._request_id}"  # the header is there once, though Serve adds it too
     stream = client.chat.completions.create(
         model=model,
         messages=QUESTION,

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
+from ray.serve._private.http_util import RequestIdMiddleware
 
 from router.api import create_app
 from router.api.errors import from_validation
@@ -389,6 +391,26 @@ async def test_request_ids_go_in_and_out() -> None:
         }
         assert len(ids) == 2 and all(len(i) == 32 for i in ids)
         assert len({job.request_id for job in fake.jobs}) == 2
+
+
+async def test_under_serve_an_answer_has_one_request_id_and_a_bodys_own_counts() -> None:
+    app = create_app(backend(), make_card())
+    app.behind_serve = True
+    transport = httpx.ASGITransport(app=RequestIdMiddleware(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://everwarm") as client:
+
+        async def ids(body: dict[str, str], headers: dict[str, str]) -> tuple[list[str], str]:
+            response = await client.post("/v1/completions", json={**TEXT, **body}, headers=headers)
+            return response.headers.get_list("x-request-id"), response.json()["id"].removeprefix("cmpl-")
+
+        for headers in ({}, {"x-request-id": "a-1"}):
+            sent, named = await ids({}, headers)
+            assert sent == [named] and headers.get("x-request-id", named) == named
+        assert (await ids({"request_id": "b"}, {"x-request-id": "a-1"})) == (["a-1"], "a-1")
+        sent, named = await ids({"request_id": "b-2"}, {})
+        assert sent[0] == named == "b-2"
+        sent, named = await ids({}, {"x-request-id": "a b"})  # Serve repeats it all the same
+        assert sent == [named, "a b"] and len(named) == 32
 
 
 async def test_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
