@@ -122,6 +122,8 @@ class StepResult:
     prompt_logprobs: list[list[Logprob | None] | None] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     """Row index -> why this row alone failed (non-finite logits, ...); an :class:`OwnFault` blames the request."""
+    spoilt: list[int] = field(default_factory=list)
+    """Pages that held NaN or infinity. It has been cleared, so they are finite now, and wrong."""
     device_ms: float = 0.0
 
 

@@ -84,14 +84,18 @@ class PagedKV:
         for part, come in zip(self._parts, source, strict=True):
             part.transpose(0, 1).index_copy_(0, pages, come[: len(pages)])
 
-    def scrub(self, pages: torch.Tensor) -> None:
-        """Makes what is not finite in ``pages`` (int64) zero: masked or not, it would spread to the next owner."""
+    def scrub(self, pages: torch.Tensor) -> torch.Tensor:
+        """Makes what is not finite in ``pages`` (int64) zero: masked or not, it would spread to the next owner. Returns
+        bool [n]: the pages where there was any."""
+        spoilt = torch.zeros(len(pages), dtype=torch.bool, device=self.device)
         for data in (self._codes, self._scales):
             if data is not None and data.dtype.is_floating_point:
                 for layer in data:
                     values = layer[pages] if data.dtype.itemsize > 1 else raw(layer)[pages].view(data.dtype).float()
+                    spoilt |= ~values.isfinite().flatten(1).all(1)
                     clean = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
                     raw(layer)[pages] = raw(clean.to(data.dtype))
+        return spoilt
 
     def checksums(self, pages: torch.Tensor) -> torch.Tensor:
         """int64 [n]: the sum of each page's words (4 bytes, where they fit) times odd numbers that depend on the place.

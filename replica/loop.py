@@ -304,19 +304,27 @@ class Engine:
         self._last_done = now
         self.step_ms.append(step_ms)
         self.step_time.update(flight.plan.shape, step_ms)
-        plan, faults = flight.plan, result.faults
+        plan = flight.plan
         self.counters["prompt_tokens"] += plan.shape.prefill_tokens
         before = len(self.outbox.deltas)
+        self._end_faulty(plan, result)
         for index, (request, row) in enumerate(zip(plan.requests, plan.batch.rows, strict=True)):
-            if request.finish is not None:
-                self.counters["wasted_tokens"] += row.num_samples
-            elif index in faults:
-                self.scheduler.retract(request)
-                self._end(request, finish_of(faults[index]), faults[index])
-            else:
+            if request.finish is None:
                 self._advance(request, row, index, result)
+            elif index not in result.faults:
+                self.counters["wasted_tokens"] += row.num_samples
         self.counters["generated_tokens"] += sum(len(delta.ids) for _, delta in self.outbox.deltas[before:])
         self._settle()
+
+    def _end_faulty(self, plan: Plan, result: StepResult) -> None:
+        """Ends the requests of faulty rows and, where a fault came from a page that others share, its other readers."""
+        spoilt = [page for page in result.spoilt if self.pool.is_indexed(page)]
+        for index, fault in result.faults.items():
+            if (request := plan.requests[index]).finish is None:
+                self.scheduler.retract(request)
+                self._end(request, finish_of(fault), fault)
+        for page in spoilt:
+            self.watch.distrust(page, self.scheduler, "a page of its context was not finite")
 
     def _advance(self, request: Request, row: Row, index: int, result: StepResult) -> None:
         """One sound row: its samples become tokens, its KV counts as written, up to the last accepted guess. What

@@ -371,7 +371,7 @@ class ModelRunner:
         if any(pending.prompt):
             result.prompt_logprobs = [scores.read() if scores else None for scores in pending.prompt]
         for index in result.faults:
-            self._scrub(rows[index])
+            self._scrub(rows[index], result)
         result.device_ms = (time.perf_counter() - pending.started) * 1e3
         return result
 
@@ -399,8 +399,9 @@ class ModelRunner:
                 if logprobs and row.sampling.logprobs is not None:
                     result.logprobs[index] = [logprobs[i] for i in kept]
                 if not all(sound[i] for i in rejected):
-                    self._scrub(row)
+                    self._scrub(row, result)
 
-    def _scrub(self, row: Row) -> None:
+    def _scrub(self, row: Row, result: StepResult) -> None:
         """Attention multiplies what it masks by 0; a NaN left in a page would reach whoever gets that page next."""
-        self.kv.scrub(torch.from_numpy(np.asarray(row.pages, np.int64)).to(self._device))
+        spoilt = self.kv.scrub(torch.from_numpy(np.asarray(row.pages, np.int64)).to(self._device))
+        result.spoilt += row.pages[spoilt.cpu().numpy()].tolist()

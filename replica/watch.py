@@ -133,7 +133,7 @@ class Watch:
         """Once per turn of the loop."""
         if self._canary is not None:
             for page in self._canary.turn(now, scheduler.pool):
-                self._distrust(page, scheduler)
+                self.distrust(page, scheduler, "a page of its context changed in memory")
         if not idle:
             self._idle_since, self._due, self._part = None, True, 0
         elif self._idle_since is None:
@@ -145,14 +145,14 @@ class Watch:
                 self._due, self._last, self._part = False, now, 0
                 self.num_audits += 1
 
-    def _distrust(self, page: int, scheduler: Scheduler) -> None:
+    def distrust(self, page: int, scheduler: Scheduler, why: str) -> None:
         """The page leaves with all that is built upon it, and those who read it end. It leaves first: once nobody holds
         it, a limited prefix cache would evict it, to the host tier if there is one."""
         if scheduler.pool.is_indexed(page):  # else it left with a page before it
             scheduler.pool.unpublish([page])
         for request in list(scheduler.running):
             if page in request.held_pages():
-                self._end(request, Finish.ERROR, "a page of its context changed in memory")
+                self._end(request, Finish.ERROR, why)
 
     def describe(self) -> dict[str, Any]:
         """For ``/v1/engine``."""

@@ -97,6 +97,62 @@ def test_a_changed_page_does_not_move_to_the_host_when_its_readers_end() -> None
     assert harness.outputs[again].ids == reference([*prompt, 1], 5)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp8"])
+def test_a_cached_page_that_is_not_finite_costs_one_request_and_no_later_one(dtype: str) -> None:
+    """Without a canary. Its NaN is cleared, or the page's next owner would inherit it; finite, it would be read on."""
+    runner = make_runner(kv_cache_dtype=dtype)
+    prompt = prompts((70,))[0]
+    with LLM(runner.config, runner) as llm:
+        expected = llm.generate([prompt], GREEDY)[0].ids
+        hashes = llm.request(prompt, GREEDY).hashes
+        page = llm.engine.pool.lookup(hashes[32:48])
+        if dtype == "int8":
+            runner.kv._scales[0, page] = float("nan")
+        else:
+            runner.kv.layers[0].k[page] = float("nan")
+        failed = llm.generate([prompt], GREEDY)[0]
+        assert (failed.ids, failed.error) == ([], "the model gave non-finite logits")
+        again = llm.generate([prompt], GREEDY)[0]
+        assert (again.num_cached, again.ids) == (32, expected)
+        llm.engine.check_invariants()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_readers_of_a_page_that_was_cleared_end(late: bool) -> None:
+    """``late``: the other reader has been admitted to the step that is already launched when the fault is read."""
+    harness = Harness(chunk_size=48, max_num_pages=60)
+    shared = prompt_of(64)
+    harness.submit([*shared, 0], max_tokens=1, seed=7)
+    harness.finish()
+    victim = harness.submit([*shared, 1], max_tokens=100, seed=7)
+    harness.step(8)
+    reader = harness.submit([*shared, 2], max_tokens=100, seed=7)
+    bystander = harness.submit(prompt_of(30, seed=3), max_tokens=30, seed=7)
+    harness.step(1 if late else 8)
+    page, slot = int(harness.request(victim).table[1]), harness.request(victim).slot
+    assert page == harness.request(reader).table[1]
+    execute = harness.runner._execute
+
+    def clear(batch):
+        result = execute(batch)
+        result.faults = {index: "not finite" for index, row in enumerate(batch.rows) if row.slot == slot}
+        result.spoilt = [page]
+        harness.runner._kv[page * 16 : page * 16 + 16] = 0
+        harness.runner._execute = execute
+        return result
+
+    harness.runner._execute = clear
+    harness.finish()
+    assert harness.outputs[victim].error == "not finite"
+    assert harness.outputs[reader].error == "a page of its context was not finite"
+    good = reference([*shared, 2], 100)
+    assert harness.outputs[reader].ids == good[: len(harness.outputs[reader].ids)]
+    assert harness.outputs[bystander].ids == reference(prompt_of(30, seed=3), 30)
+    fresh = harness.submit([*shared, 2], max_tokens=100, seed=7)
+    harness.finish()
+    assert harness.outputs[fresh].num_cached == 16 and harness.outputs[fresh].ids == good
+
+
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_no_false_alarm(async_scheduling: bool) -> None:
     """Under preemption, eviction to the host and back, aborts, and faults that take pages back."""
