@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -16,7 +17,7 @@ from router.streams import StreamsOptions
 class AppConfig(EngineConfig, ApiOptions):
     """The engine's and the API's options flat beside the cluster's own.
 
-    Every field has a default; unknown keys are refused. Lists may be given as comma-separated text.
+    Every field has a default; unknown keys are refused. Lists may be given as comma-separated text or JSON.
     """
 
     model: str | None = None
@@ -83,7 +84,7 @@ class AppConfig(EngineConfig, ApiOptions):
             return str(value).lower()
         if isinstance(value, str):
             if get_origin(annotation) is tuple:
-                return tuple(item.strip() for item in value.split(",") if item.strip())
+                return _list_in(value)
             if type(None) in choices and value.strip().lower() in ("", "none"):
                 return None
             if any(type(choice) is int for choice in choices) and value.isdecimal():
@@ -134,6 +135,15 @@ class AppConfig(EngineConfig, ApiOptions):
     def api(self) -> ApiOptions:
         """The HTTP surface's share."""
         return ApiOptions(**{name: getattr(self, name) for name in ApiOptions.model_fields})
+
+
+def _list_in(text: str) -> tuple[Any, ...]:
+    if not text.lstrip().startswith("["):
+        return tuple(item.strip() for item in text.split(",") if item.strip())
+    try:
+        return tuple(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no JSON list: {error}") from None
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -28,6 +28,17 @@ def test_text_from_the_command_line_becomes_typed_values() -> None:
     assert (config.max_num_pages, config.threads, config.fused_qkv, config.model) == (128, "auto", "true", None)
 
 
+@pytest.mark.parametrize("text", ["a-1,b", " a-1 , b ,", '["a-1", "b"]', ' ["a-1","b"]'])
+def test_lists_are_comma_separated_text_or_json(text: str) -> None:
+    assert parse_options([f"api_keys={text}"]).api_keys == ("a-1", "b")
+
+
+@pytest.mark.parametrize("text", ['["a",', "[a]", '["a", 1]'])
+def test_what_begins_like_a_json_list_and_is_none_is_refused(text: str) -> None:
+    with pytest.raises(Unusable, match="api_keys"):
+        parse_options([f"api_keys={text}"])
+
+
 def test_yaml_booleans_reach_switches() -> None:
     assert AppConfig.model_validate({"fused_silu": False}).fused_silu == "false"
 
