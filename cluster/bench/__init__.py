@@ -200,7 +200,7 @@ def bench_gpu(
     peer_options: Annotated[str, typer.Option(help="Engine arguments of the peer, JSON.")] = "{}",
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of S, P and open.")] = None,
     draws: Annotated[
-        int, typer.Option(min=1, help="Of S, P and open: with other lengths, ids and arrivals, summed up together.")
+        int, typer.Option(min=1, max=10, help="Of S, P and open: with other lengths, ids and arrivals, summed up.")
     ] = 1,
     http: Annotated[bool, typer.Option("--http", help="Each engine behind its own server.")] = False,
     json_path: JsonPath = None,
