@@ -148,8 +148,7 @@ class Engine:
 
     def submit(self, owner: Any, request: Submit) -> None:
         """Takes the request or raises Refusal: invalid, overloaded or draining."""
-        if self._stopping or self.draining or self._fatal:
-            raise Refusal(Code.DRAINING, self._fatal or "this replica takes no new requests", retry_after_s=1.0)
+        self._refuse_if_ended()
         if (num_waiting := self.num_waiting) >= self.config.max_waiting:
             raise Refusal(
                 Code.OVERLOADED,
@@ -159,9 +158,14 @@ class Engine:
         taken = build_request(request, owner, self.config, self.runner.vocab_size, self._clock(), self._masks)
         key = (id(owner), request.request_id)
         with self._taking:
+            self._refuse_if_ended()
             if self._live.setdefault(key, taken) is not taken:
                 raise Refusal(Code.INVALID, f"request_id: {request.request_id!r} is running already", "request_id")
             self._inbox.post(self._enqueue, taken)
+
+    def _refuse_if_ended(self) -> None:
+        if self._stopping or self.draining or self._fatal:
+            raise Refusal(Code.DRAINING, self._fatal or "this replica takes no new requests", retry_after_s=1.0)
 
     def cancel(self, owner: Any, request_id: str) -> None:
         """Ends the request with a last delta, ABORT; does nothing when it is over or unknown."""
@@ -213,12 +217,13 @@ class Engine:
                 self.iterate()
         except BaseException as error:
             log.exception("the engine loop failed")
-            self._fatal = f"the engine loop failed: {error!r}"
-            for request in list(self._live.values()):
-                self.outbox.deltas.append(
-                    (request.owner, TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal))
-                )
-            self._live.clear()
+            with self._taking:
+                self._fatal = f"the engine loop failed: {error!r}"
+                ended = list(self._live.values())
+                self._live.clear()
+            for request in ended:
+                delta = TokenDelta(request.request_id, [], Finish.ERROR, error=self._fatal)
+                self.outbox.deltas.append((request.owner, delta))
             self.outbox.send_tokens()
         for flight in self._flights:
             flight.step.wait(5.0)

@@ -13,7 +13,7 @@ import pytest
 from engine_harness import VOCAB, Harness
 
 from cluster import autoscale
-from replica import status
+from replica import loop, status
 from replica.batch import OwnFault
 from replica.stub import expected_ids
 from router.wire import Code, Finish, Refusal
@@ -308,6 +308,24 @@ def test_a_bug_in_the_loop_ends_all_requests_and_shows() -> None:
         harness.submit(prompt_of(10))
     assert caught.value.code == Code.DRAINING
     harness.engine.stop()
+
+
+def test_a_request_that_is_being_taken_when_the_loop_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    engine = harness.engine
+    build = loop.build_request
+
+    def build_late(*args):
+        engine._inbox.post(lambda _: 1 / 0, None)
+        wait_for(lambda: engine.ended)
+        return build(*args)
+
+    engine.start()
+    monkeypatch.setattr(loop, "build_request", build_late)
+    with pytest.raises(Refusal, match="the engine loop failed") as caught:
+        engine.submit(harness, harness.frame([1, 2, 3]))
+    assert caught.value.code == Code.DRAINING and engine.idle()
+    engine.stop()
 
 
 def test_drain_finishes_what_was_taken() -> None:
