@@ -72,7 +72,8 @@ class EngineConfig(BaseModel):
     max_prefill_batch: int = Field(8, ge=1)
     """Requests that may be prefilling in one step."""
     prefill_priority: Literal["low", "high"] = "low"
-    """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL)."""
+    """low: decodes first, prefill in what the token budget leaves; high: prefill first (TTFT over ITL), until somebody
+    who decodes has gone without a token for ageing_s."""
     chunked_prefill: bool = True
     chunk_size: Count = "auto"
     """Most tokens of a step, at least max_batch_size; auto: on a GPU 4096 while few decode (2048 with less than 70

@@ -12,6 +12,7 @@ Bounds that hold whatever arrives:
 - A request that waited ``ageing_s`` and finds no room is not overtaken any more.
 - A long prompt gets at least min(long_prefill_tokens, half the step, what decoding leaves) tokens in each step it is
   first in line; where steps may be long, at least every other such step, to itself.
+- Where prefill goes first, nobody who decodes is left out for longer than ``ageing_s``.
 - A request may wait for a page that another computes (single flight), but only for one that is admitted; admitted
   requests wait for nobody, and whoever leaves, for whatever reason, gives its claims up.
 """
@@ -66,6 +67,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._passed_over = False
         """The next long step is a long prompt's, as one had to let short ones pass; without a free slot it stays so."""
+        self._all_decoded = -inf
+        """When a step last had a token for each that decodes."""
         self._serial = 0
         self.queued_tokens = 0
         """Tokens that the waiting have to prefill, as estimated when they were queued."""
@@ -133,11 +136,12 @@ class Scheduler:
         turn = self._open_turn(decoding, prefilling)
         apart = turn.budget > self._step_budget.typical and self.config.scheduler == "continuous"
         prefill = self._prefill_apart if apart else self._prefill_together
-        if self.config.prefill_priority == "high":
+        prefill_first = self.config.prefill_priority == "high" and now - self._all_decoded < self.config.ageing_s
+        if prefill_first:
             prefill(prefilling, turn, now)
-            self._decode(decoding, turn)
-        else:
-            self._decode(decoding, turn)
+        if self._decode(decoding, turn):
+            self._all_decoded = now
+        if not prefill_first:
             prefill(prefilling, turn, now)
         if turn.preempted and not self.running:  # alone, it gave itself up for the copies it pinned: now there is room
             self._admit(turn, now)
@@ -155,18 +159,21 @@ class Scheduler:
         cap = min(cap, max(1, budget // 2))
         return Turn(budget, cap, cap)
 
-    def _decode(self, decoding: list[Request], turn: Turn) -> None:
+    def _decode(self, decoding: list[Request], turn: Turn) -> bool:
+        """False: the budget was gone before everybody had a token."""
         size, grants, room = self.config.page_size, turn.grants, turn.budget
         for request in decoding:
             if request.num_tokens + request.num_pending >= request.max_total or request.slot < 0:
                 continue
             if room <= 0:
-                break
+                turn.budget = room
+                return False
             if request.num_computed >= request.num_pages * size and not self._grow(request, turn):
                 continue
             grants[request] = 1
             room -= 1
         turn.budget = room
+        return True
 
     def _grow(self, request: Request, turn: Turn) -> bool:
         """One more page, at the expense of the last in line if need be; False when that is the request itself."""

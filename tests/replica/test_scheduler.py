@@ -120,6 +120,25 @@ def test_low_protects_decode_and_high_favours_prefill() -> None:
     assert gaps["high"] > 10, "prefill goes first and takes the whole budget"
 
 
+def test_where_prefill_goes_first_streams_go_on_under_endless_arrivals() -> None:
+    """Each prompt takes a step and ends with its first token, so prefill never leaves anything."""
+    harness = Harness(chunk_size=64, max_batch_size=8, prefill_priority="high", ageing_s=1.0)
+    now = time.monotonic()
+    harness.engine._clock = lambda: now
+    decoding = harness.submit(prompt_of(20), max_tokens=6, seed=7)
+    run_until(harness, first_token(harness, decoding))
+    prompts = (harness.submit(prompt_of(64, seed), max_tokens=1) for seed in itertools.count(1))
+    steps = 0
+    while harness.outputs[decoding].finish is None:
+        while harness.engine.num_waiting < 4:
+            next(prompts)
+        harness.step()
+        now, steps = now + 0.1, steps + 1
+        assert steps < 100, f"{len(harness.outputs[decoding].ids)} tokens in {steps} steps"
+    assert steps > 40, "prefill still goes first"
+    harness.finish()
+
+
 def test_max_prefill_batch() -> None:
     harness = Harness(chunk_size=256, max_batch_size=16, max_prefill_batch=3)
     for i in range(12):
