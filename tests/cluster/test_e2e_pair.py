@@ -82,8 +82,10 @@ async def test_prefixes_are_cached_cluster_wide_and_both_routers_know_where(pair
     assert first["pages"] == second["pages"] > 0
 
 
-async def stream(url: str, prompt: list[int], *, tokens: int, seed: int | None) -> tuple[StreamRecord, list[int]]:
-    """A streamed completion's record and token ids."""
+async def stream(
+    url: str, prompt: list[int], *, tokens: int, seed: int | None, record: StreamRecord
+) -> tuple[StreamRecord, list[int]]:
+    """A streamed completion's record, filled as it goes, and token ids."""
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": prompt,
@@ -94,7 +96,7 @@ async def stream(url: str, prompt: list[int], *, tokens: int, seed: int | None) 
         "stream_options": {"include_usage": True},
         **({"temperature": 0} if seed is None else {"temperature": 1, "seed": seed}),
     }
-    record, ids = StreamRecord(time.perf_counter()), []
+    ids: list[int] = []
     async with (
         httpx.AsyncClient(timeout=90) as client,
         client.stream("POST", f"{url}/v1/completions", json=body) as response,
@@ -119,9 +121,15 @@ async def test_a_killed_replica_shows_as_a_pause_only(pair: Deployed) -> None:
     prompts = [[rng.randrange(256) for _ in range(40 + 7 * i)] for i in range(8)]
     seeds = [None if i % 2 else 1000 + i for i in range(8)]
 
+    records: list[StreamRecord] = []
+
     async def all_streams() -> list[tuple[StreamRecord, list[int]]]:
+        records[:] = [StreamRecord(time.perf_counter()) for _ in prompts]
         return await asyncio.gather(
-            *(stream(pair.url, p, tokens=1500, seed=s) for p, s in zip(prompts, seeds, strict=True))
+            *(
+                stream(pair.url, p, tokens=1500, seed=s, record=r)
+                for p, s, r in zip(prompts, seeds, records, strict=True)
+            )
         )
 
     undisturbed = await all_streams()
@@ -130,7 +138,7 @@ async def test_a_killed_replica_shows_as_a_pause_only(pair: Deployed) -> None:
 
     async with httpx.AsyncClient(timeout=30) as client:
         running = asyncio.create_task(all_streams())
-        victim = await busiest(client, pair.url)
+        victim = await busiest(client, pair.url, records)
         os.kill(victim["pid"], signal.SIGKILL)
         killed_at = time.perf_counter()
         disturbed = await running
@@ -154,11 +162,11 @@ async def test_a_killed_replica_shows_as_a_pause_only(pair: Deployed) -> None:
         assert newcomer, "the replacement never served a request"
 
 
-async def busiest(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """The engine with most running requests, once all 8 run and have emitted something."""
+async def busiest(client: httpx.AsyncClient, url: str, records: list[StreamRecord]) -> dict[str, Any]:
+    """The engine with most running requests, once all 8 run and their clients have seen something."""
     for _ in range(400):
         engines = (await client.get(f"{url}/v1/engine")).json()["data"]
-        if sum(e["load"]["running"] for e in engines) == 8 and all(e["steps"]["count"] for e in engines):
+        if sum(e["load"]["running"] for e in engines) == 8 and all(record.arrivals for record in records):
             return max(engines, key=lambda e: e["load"]["running"])
     raise AssertionError(f"the streams never ran together: {[e['load'] for e in engines]}")
 
