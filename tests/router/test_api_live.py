@@ -112,14 +112,14 @@ def test_overlong_body_over_a_socket(url: str, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(("path", "sign"), [("chat/completions", ": still working"), ("messages", "event: ping")])
 def test_a_silent_stream_shows_signs_of_life(path: str, sign: str) -> None:
-    fake = FakeBackend(saying(TOKENIZER, ANSWER), delay_s=0.25)
+    fake = FakeBackend(saying(TOKENIZER, ANSWER), delay_s=0.45)
     app = create_app(fake, make_card(TOKENIZER), ApiOptions(sse_keepalive_s=0.1))
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "model": "tiny"}
     with served(app) as base:
         started = time.monotonic()
         lines = httpx.post(f"{base}/v1/{path}", json=body).text.splitlines()
-        most = (time.monotonic() - started) / 0.1  # 7, but for a busy machine
-        assert 6 <= lines.count(sign) <= most, "two in each of three silences"
+        most = (time.monotonic() - started) / 0.1
+        assert 6 <= lines.count(sign) <= most, "four in each of three silences, fewer on a busy machine"
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none") as client:
             chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"
