@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import platform
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -228,6 +230,8 @@ async def _measure(
         told(report)
 
 
+_PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
 Loop = Coroutine[Any, Any, tuple[list[Trace], float]]
 
 
@@ -279,6 +283,12 @@ def _fastest_loop() -> Any:
     return uvloop.new_event_loop
 
 
+def end_with_parent() -> None:
+    """SIGINT for this process when its parent is gone, however that ended: the GPU must be free. On Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", choices=sorted(SIDES))
@@ -303,6 +313,7 @@ def main() -> None:
         part.replace(args.out)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started us in its background
+    end_with_parent()
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         write(
             runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write, args.draws))

@@ -201,8 +201,10 @@ def test_a_side_that_does_not_finish_is_an_error(monkeypatch: pytest.MonkeyPatch
 SIDE = """
 import json, pathlib, sys, time
 out = pathlib.Path(sys.argv[1])
-out.write_text(json.dumps({"runs": {"S:0": {"tokens_s": 12.5}}}))
 try:
+    from cluster.bench.gpu_sides import end_with_parent
+    end_with_parent()
+    out.write_text(json.dumps({"runs": {"S:0": {"tokens_s": 12.5}}}))
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.3)
@@ -211,14 +213,14 @@ except KeyboardInterrupt:
 
 
 def test_a_side_that_takes_too_long_ends_its_engine_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 5.0)
     out, console = tmp_path / "report.json", Console(record=True, width=200)
     code = gpu._watch([sys.executable, "-c", SIDE, str(out)], dict(os.environ), out, tmp_path / "log", console)
     assert code is None and (tmp_path / "ended").exists()
     assert "S:0: tokens_s 12.5" in console.export_text(), "what was measured before is on the screen"
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_bench_that_is_ended_ends_its_side(tmp_path: Path, sent: signal.Signals) -> None:
     out = tmp_path / "report.json"
     program = (
@@ -226,13 +228,16 @@ def test_a_bench_that_is_ended_ends_its_side(tmp_path: Path, sent: signal.Signal
         "_, _, out, log = sys.argv; side = [sys.executable, '-c', *sys.argv[1:]]; "
         "gpu._watch(side, dict(os.environ), Path(out), Path(log), Console())"
     )
-    heeding = partial(signal.signal, sent, signal.SIG_DFL)  # whatever these tests run under
+    heeding = None if sent == signal.SIGKILL else partial(signal.signal, sent, signal.SIG_DFL)  # whatever we run under
     bench = subprocess.Popen([sys.executable, "-c", program, SIDE, str(out), str(tmp_path / "log")], preexec_fn=heeding)
     until = time.monotonic() + 30
     while not out.exists() and time.monotonic() < until:
         time.sleep(0.05)
     bench.send_signal(sent)
     assert bench.wait(30) != 0
+    until = time.monotonic() + (30 if sent == signal.SIGKILL else 0)  # else it has waited for its side
+    while not (tmp_path / "ended").exists() and time.monotonic() < until:
+        time.sleep(0.05)
     assert (tmp_path / "ended").exists()
 
 
