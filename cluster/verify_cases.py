@@ -57,9 +57,6 @@ def plan_for(model: ModelFacts, device: str) -> Plan:
         "kv_cache_dtype": tuple(value for value in allowed("kv_cache_dtype") if value not in EXACT_KV),
         "quantization": tuple(value for value in allowed("quantization") if value not in ("none", "auto")),
     }
-    if device == "cpu" and "fp8" in lossy["kv_cache_dtype"]:
-        lossy["kv_cache_dtype"] = tuple(value for value in lossy["kv_cache_dtype"] if value != "fp8")
-        left_out["kv_cache_dtype=fp8"] = "needs a GPU"
     return Plan(axes, {name: values for name, values in lossy.items() if values}, left_out)
 
 
