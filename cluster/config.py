@@ -142,8 +142,10 @@ def _list_in(text: str) -> tuple[Any, ...]:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     try:
         return tuple(json.loads(text))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no JSON list: {error}") from None
+    except ValueError as error:  # the text is not repeated: it may be keys
+        raise ValueError(
+            f"it begins as a JSON list and is none ({error}); allowed are JSON and text with commas"
+        ) from None
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -230,8 +230,6 @@ async def _measure(
         told(report)
 
 
-_PR_SET_PDEATHSIG = 1
-"""prctl(2)."""
 Loop = Coroutine[Any, Any, tuple[list[Trace], float]]
 
 
@@ -286,7 +284,8 @@ def _fastest_loop() -> Any:
 def end_with_parent() -> None:
     """SIGINT for this process when its parent is gone, however that ended: the GPU must be free. On Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGINT)
 
 
 def main() -> None:
@@ -315,9 +314,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started us in its background
     end_with_parent()
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-        write(
-            runner.run(measure(SIDES[args.side](shape, args.options), shape, args.runs, args.limit, write, args.draws))
-        )
+        side = SIDES[args.side](shape, args.options)
+        write(runner.run(measure(side, shape, args.runs, args.limit, write, args.draws)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from ray.serve._private.http_util import RequestIdMiddleware
 
 from router.api import create_app
 from router.api.errors import from_validation
@@ -394,9 +393,10 @@ async def test_request_ids_go_in_and_out() -> None:
 
 
 async def test_under_serve_an_answer_has_one_request_id_and_a_bodys_own_counts() -> None:
+    serve = pytest.importorskip("ray.serve._private.http_util")
     app = create_app(backend(), make_card())
     app.behind_serve = True
-    transport = httpx.ASGITransport(app=RequestIdMiddleware(app))
+    transport = httpx.ASGITransport(app=serve.RequestIdMiddleware(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://everwarm") as client:
 
         async def ids(body: dict[str, str], headers: dict[str, str]) -> tuple[list[str], str]:
